@@ -21,7 +21,7 @@ from vllm.model_executor.layers.quantization.utils import fp8_utils
 from vllm.platforms import PlatformEnum
 from vllm.utils import deep_gemm
 
-from hybrid3d.rollout.fp8 import DequantizingExperts, DequantizingLinear
+from hybrid3d.rollout.cpu_kernels import DequantizingExperts, DequantizingLinear
 
 compiled = deep_gemm.per_block_cast_to_fp8
 cast_as_vllm_does = compiled._torchdynamo_orig_callable  # compiling it takes seconds

@@ -140,7 +140,6 @@ def test_adapters_of_experts(demo: Path, tmp_path: Path, family: str) -> None:
         (["lora.path=warm"], "warm/adapter_config.json cannot be read"),
         (["lora.path=peft", "lora.target_modules=[q_proj]"], "has matrices that it does not select, 48 of them"),
         (["train.expert_bias_update_rate=0.1"], "changes routers, and with lora all but the adapters"),
-        (["sync.share_storage=true", "rollout.sleep=false"], "cannot lie in those of a policy with adapters"),
     ],
 )
 def test_mistakes_are_told(work: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], said: str) -> None:

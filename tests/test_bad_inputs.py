@@ -93,7 +93,7 @@ def of_contradictions() -> Iterator[Bad]:
         "algorithm.prompts_per_step=3 rollout.max_new_tokens=128 rollout.max_model_len=100000 "
         "train.max_tokens_per_micro_batch=5 algorithm.minibatches=7 optimizer.warmup_steps=2 critic.warmup_steps=2 "
         "optimizer.min_lr=0.1 algorithm.correction.low=3 rollout.max_turns=3 reward.workers=9 "
-        "sync.share_storage=true algorithm.kl.where=loss guard.max_kl=1 guard.kl_explosion=1 "
+        "algorithm.kl.where=loss guard.max_kl=1 guard.kl_explosion=1 "
         "reward.overlong_buffer=8 rollout.temperature=0.009 "
         "train.tp=65536 train.dp=65536 train.pp=65536 rollout.tp=65536 rollout.dp=65536"
     ).split():

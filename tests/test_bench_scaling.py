@@ -115,11 +115,7 @@ def test_layers_without_experts_are_those_that_are_left(tmp_path: Path) -> None:
 def test_a_bench_of_changes_keeps_weights_as_they_are_loaded() -> None:
     smaller, _ = scale_recipe(dense(), Scale(), changed=0.02)
     assert smaller.rollout is not None
-    assert (smaller.rollout.pack_weights, smaller.rollout.sleep, smaller.sync.keep_loader_layout) == (
-        False,
-        False,
-        True,
-    )
+    assert (smaller.rollout.pack_weights, smaller.rollout.sleep) == (False, False)
 
 
 @pytest.mark.parametrize(

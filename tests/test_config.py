@@ -114,8 +114,7 @@ def test_defaults(load: Any) -> None:
         },
         "async": {"max_staleness": 0, "partial": None, "keep_cache": False, "batches_in_flight": 2}
         | {"late_answers": "wait"},
-        "sync": {"bucket_mib": 64.0, "verify": "never", "overlap": True, "share_storage": False}
-        | {"delta": "auto", "keep_loader_layout": False, "anchor_every": None, "shared_memory": "auto"},
+        "sync": {"bucket_mib": 64.0, "verify": "never", "overlap": True, "delta": "auto", "shared_memory": "auto"},
         "data": {
             "train": "a.parquet",
             "eval": "b.parquet",
@@ -472,11 +471,6 @@ def test_required_keys_of_missing_sections_are_named(load: Any) -> None:
             "set model.dtype=bfloat16, or leave rollout.quantization out",
         ),
         (
-            "sync.share_storage=true",
-            "sync.share_storage: memory that both engines share cannot be freed while vLLM sleeps: "
-            "set rollout.sleep=false, or leave sync.share_storage out",
-        ),
-        (
             "train.max_tokens_per_micro_batch=255",
             "train.max_tokens_per_micro_batch=255 has no room for a sequence of rollout.max_model_len=256 tokens: "
             "at least 256",
@@ -505,7 +499,6 @@ def test_padded_micro_batches_of_unlike_shapes_are_not_interleaved(load: Any) ->
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("sync.share_storage=true", "sync.share_storage: no rank has both engines, so that none shares memory"),
         ("rollout.keep_weights=true", "rollout.keep_weights: no rank has both engines, so that vLLM never sleeps"),
         (
             "train.offload_optimizer=true",
@@ -624,7 +617,6 @@ def test_settings_that_ranks_for_rewards_do_not_have_are_refused(load: Any) -> N
 def test_the_contradictions_borders_load(load: Any) -> None:
     falling = ["optimizer.min_lr=1e-4", "optimizer.schedule=linear"]
     recipe = load(DEMO, ["algorithm.kl={where: none, coef: 0}", "optimizer.warmup_steps=79", *falling])
-    load(DEMO, ["sync.share_storage=true", "rollout.sleep=false"])
     load(DEMO, ["train.max_tokens_per_micro_batch=256", "train.packed=true", "train.vpp=2"])
     assert recipe.optimizer.warmup_steps == 79
 
@@ -724,15 +716,6 @@ def test_what_contradicts_ppo(load: Any, overrides: list[str], problem: str) -> 
 )
 def test_what_contradicts_sft(load: Any, overrides: list[str], said: list[str]) -> None:
     assert problems(load, *overrides, text=SFT) == said
-
-
-def test_memory_that_both_engines_use_is_not_offloaded(load: Any) -> None:
-    shared = ["sync.share_storage=true", "rollout.sleep=false"]
-    assert problems(load, *shared, "train.offload_parameters=true") == [
-        "sync.share_storage: vLLM generates with the parameters that train.offload_parameters would offload: "
-        "leave one of them out"
-    ]
-    assert load(DEMO, [*shared, "train.offload_optimizer=true", "train.offload_gradients=true"])
 
 
 AGENTS = "rollout.agents.timeout_seconds=5"

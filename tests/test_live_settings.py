@@ -400,7 +400,6 @@ SFT = ["algorithm.name=sft", "algorithm.samples_per_prompt=1", "run.eval_every=1
         (["train.micro_batch_size=9"], {"micro_batch_size": 3, **ALL_AWAY}),
         (["train.micro_batch_size=5", *AWAY], {"micro_batch_size": 1}),
         (["train.micro_batch_size=1", *AWAY[:2]], {"offload_optimizer": True}),
-        (["train.micro_batch_size=1", *AWAY[1:], "sync.share_storage=true", "rollout.sleep=false"], {}),
         (["train.micro_batch_size=1", *AWAY], {}),
         (["train.max_tokens_per_micro_batch=1000", *AWAY], {"max_tokens_per_micro_batch": 500}),
         (["train.max_tokens_per_micro_batch=200", *AWAY], {"max_tokens_per_micro_batch": 128}),

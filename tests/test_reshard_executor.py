@@ -282,17 +282,6 @@ def test_what_is_ready_first_is_moved_first_and_nobody_waits_for_whoever_waits_f
     assert ranks.early > 0
 
 
-def test_a_layer_is_not_finished_before_what_is_shared_of_it_is_updated() -> None:
-    world = large_world()
-    plan = make_plan(world.holdings, world.demand, 300_000)[0]
-    numbers = 1 + max(bucket.number for bucket in plan.buckets)
-    ready = required_optimizer_buckets(plan, {}, numbers, list, {1: 5})
-    assert [part for part, bucket in zip(ready, plan.buckets, strict=True) if bucket.layer == 1] == [5] * sum(
-        bucket.layer == 1 for bucket in plan.buckets
-    )
-    assert -1 in ready
-
-
 @settings(max_examples=40, deadline=None)
 @given(worlds(), st.integers(4, 100))
 def test_both_ends_submit_the_messages_between_them_in_the_same_order(world: World, limit: int) -> None:

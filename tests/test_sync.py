@@ -200,12 +200,6 @@ def test_no_tensor_changes_its_address(results: list[dict]) -> None:
         assert result["moved"] == [], (result["family"], result["train"])
 
 
-def test_what_both_engines_hold_alike_is_held_once(results: list[dict]) -> None:
-    """That vLLM computes what it should with it, and moves it nowhere, the other tests say."""
-    for result in results:
-        assert (result["report"]["shared_bytes"] > 0) != result["last"], (result["family"], result["train"])
-
-
 def test_staging_is_two_small_buckets_and_a_box_is_split(results: list[dict]) -> None:
     """In the last layout the job's bucket is smaller than the largest boxes, a twentieth of a rank's share or so."""
     for result in results:

@@ -147,7 +147,7 @@ def test_of_the_critics_optimizer(tmp_path: Path) -> None:
         "reward.overlong_buffer=2",
         "sync.bucket_mib=32",
         "sync.verify=always",
-        "sync.share_storage=true",
+        "sync.shared_memory=never",
     ],
 )
 def test_of_supervised_learning(tmp_path: Path, given: str) -> None:

@@ -4,9 +4,8 @@
 
 Real updates change the weights, two before each sync; every other sync overlaps the last of them. With MODE=faults, the
 last layout goes on with what can go wrong, and at last rank 3 is killed in the middle of a sync: then each of the other
-ranks writes OUT.json.<rank>. With MODE=share, vLLM packs its weights, a copy of these is kept in loader layout, and the
-others lie in Megatron's memory. With MODE=fp8, vLLM's weights are in FP8 with block scales. With MODE=auto, the sync
-chooses what it sends.
+ranks writes OUT.json.<rank>. With MODE=fp8, vLLM's weights are in FP8 with block scales. With MODE=auto, the sync chooses what
+it sends.
 """
 
 import dataclasses
@@ -24,7 +23,6 @@ from sync import Engine, Landed, differing, tensors_of
 from hybrid3d import distributed
 from hybrid3d.config import Algorithm, Data, Machine, Model, Optimizer, Recipe, Rollout, Run, Sync, Train
 from hybrid3d.families import family_of
-from hybrid3d.inputs.models import read_config
 from hybrid3d.reshard.delta.changes import unpack_bits
 from hybrid3d.reshard.files import load_files
 from hybrid3d.rl.batch import Batch
@@ -38,8 +36,6 @@ SPARSE_LAYOUTS = [Train(dp=4, ep=4), Train(tp=2, pp=2, ep=2, etp=1)]
 
 
 def recipe_for(folder: str, train: Train, rollout_tp: int, mode: str) -> Recipe:
-    shares = mode == "share"
-    experts = family_of(read_config(folder)).experts(read_config(folder)) is not None and mode != "fp8"
     return Recipe(
         name="delta",
         model=Model(path=folder, dtype="bfloat16"),
@@ -49,14 +45,12 @@ def recipe_for(folder: str, train: Train, rollout_tp: int, mode: str) -> Recipe:
             max_model_len=128,
             max_new_tokens=8,
             kv_cache_gib=1 / 16,
-            pack_weights=shares,
+            pack_weights=False,
             quantization="fp8" if mode == "fp8" else None,
         ),
         sync=Sync(
             bucket_mib=0.25,
             delta="auto" if mode == "auto" else "always",
-            keep_loader_layout=experts or shares,
-            share_storage=shares,
         ),
         data=Data(train="-", eval="-"),
         algorithm=Algorithm(name="grpo", prompts_per_step=4, samples_per_prompt=2),
@@ -111,12 +105,6 @@ class Case:
             result |= {"dense_bytes": dense.received_bytes, "dense_network_bytes": dense.network_bytes}
             result |= {key: differing(got[key], state) for key, state in self.state().items()}
         self.results.append(result)
-
-    def finish_apart(self) -> None:
-        """Sync the same weights again, now with tensors kept apart; record whether all is as it was."""
-        before = self.state()
-        self.finish("second", compares=False)
-        self.results[-1] |= {key: differing(before[key], state) for key, state in self.state().items()}
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         engine = self.engine
@@ -226,8 +214,6 @@ class Dying:
 def prove(rank: int, rollout_tp: int, syncs: int, mode: str, folder: str, kept: list, out: str) -> list[dict]:
     config = json.loads((Path(folder) / "config.json").read_text())
     layouts = SPARSE_LAYOUTS if family_of(config).experts(config) else DENSE_LAYOUTS
-    if mode == "share":
-        layouts = layouts[:1]  # an engine that shares memory has one sync
     first = recipe_for(folder, layouts[0], rollout_tp, mode)
     engine, landed, results = Engine(first, rank, f"{distributed.run_id()}-{Path(folder).name}", range(4)), Landed(), []
     kept.append(engine)  # an engine that is dropped takes the default process group with it
@@ -235,8 +221,6 @@ def prove(rank: int, rollout_tp: int, syncs: int, mode: str, folder: str, kept: 
         runtime.initialize(layout, seed=1)
         case = Case(folder, recipe_for(folder, layout, rollout_tp, mode), rank, engine, landed)
         case.finish("first", compares=False)
-        if case.recipe.sync.keep_loader_layout and not case.recipe.sync.share_storage:
-            case.finish_apart()
         for turn in range(1, syncs + 1):
             before = case.snapshot()
             case.update()

@@ -59,14 +59,14 @@ def dense_layouts(rollout_tp: int) -> list[Train]:
 
 
 def recipe_for(
-    folder: str, train: Train, rollout_tp: int, dtype: str, bucket_mib: float, shares: bool = False, lends: str = "auto"
+    folder: str, train: Train, rollout_tp: int, dtype: str, bucket_mib: float, lends: str = "auto"
 ) -> Recipe:
     return Recipe(
         name="sync",
         model=Model(path=folder, dtype=dtype),
         train=dataclasses.replace(train, micro_batch_size=1),
-        rollout=Rollout(tp=rollout_tp, max_model_len=128, max_new_tokens=8, kv_cache_gib=1 / 16, sleep=not shares),
-        sync=Sync(bucket_mib=bucket_mib, share_storage=shares, shared_memory=lends),
+        rollout=Rollout(tp=rollout_tp, max_model_len=128, max_new_tokens=8, kv_cache_gib=1 / 16),
+        sync=Sync(bucket_mib=bucket_mib, shared_memory=lends),
         data=Data(train="-", eval="-"),
         algorithm=Algorithm(name="grpo", prompts_per_step=4, samples_per_prompt=2),
         optimizer=Optimizer(lr=1e-3),
@@ -362,7 +362,7 @@ def prove(
         small = getattr(torch, dtype).itemsize / 40 / max(2, rollout_tp)
         last = layout is layouts[-1]
         lends = "auto" if layouts.index(layout) % 2 else "never"
-        recipe = recipe_for(folders[0], layout, rollout_tp, dtype, small if last else 64, shares=not last, lends=lends)
+        recipe = recipe_for(folders[0], layout, rollout_tp, dtype, small if last else 64, lends)
         policy = Policy(config, recipe, rank, trainable=False)
         weights, before = policy.weights, engine.addresses()
         sync = WeightSync(recipe, dist.group.WORLD, weights, engine)
@@ -378,8 +378,6 @@ def prove(
             landed.tensors.clear()
             with CountCollectives(sync) as counted:
                 report = sync.run(number, is_due(recipe.sync.verify, number))
-            if number == 0 and not last:
-                before = engine.addresses()  # from the first sync on the engines share memory
             result |= {"report": vars(report), "c10d": counted.bytes, "borrowed": counted.borrowed}
             if number in (1, 2, 11):
                 result[f"sync{number}"] = compare(engine, landed, truths[number % 3 - 1])

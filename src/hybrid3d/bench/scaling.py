@@ -56,16 +56,12 @@ def scale_recipe(recipe: Recipe, scale: Scale, changed: float | None = None) -> 
     config, rollout = read_config(recipe.model.path), recipe.rollout
     if rollout is None:
         raise RecipeError(recipe.name, ["the recipe has no `rollout` section: there is no sync to measure"])
-    if recipe.sync.share_storage:
-        raise RecipeError(recipe.name, ["sync.share_storage: what is not copied cannot be measured: leave it out"])
     if changed is not None:
         _check_changed(recipe, changed)
         cpu = not torch.cuda.is_available()
         sleep = rollout.sleep and recipe.is_split  # ranks that only generate never sleep
         rollout = replace(rollout, sleep=sleep, pack_weights=rollout.pack_weights and not cpu)
-        keep = recipe.sync.keep_loader_layout or cpu
-        sync = replace(recipe.sync, delta="always", keep_loader_layout=keep, anchor_every=None)
-        recipe = replace(recipe, sync=sync)
+        recipe = replace(recipe, sync=replace(recipe.sync, delta="always"))
     name = f"bench-{recipe.name}"
     smaller = replace(
         recipe,

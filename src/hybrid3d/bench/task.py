@@ -116,12 +116,11 @@ class Bench:
             recipe, group, self._trained, self._engine, changes=self._changes, transport_group=transport_group
         )
         self._wanted = NoRolloutWeights() if self._engine is None else sync.sink
-        if changed is not None:  # the first syncs find out which tensors can be sent sparsely, and may move some
+        if changed is not None:  # the first sync finds out which tensors can be sent sparsely
             self._fill(self._weights)
-            for _ in range(2):
-                sync.run(0)
+            sync.run(0)
             if not sync.sparse:
-                raise RuntimeError("vLLM keeps no tensor as it is loaded: set sync.keep_loader_layout=true")
+                raise RuntimeError("vLLM keeps no tensor as it is loaded: no sync can send changed elements alone")
             self._wanted.begin()  # its extra memory must be allocated when the methods are set up
         signatures = {r: signature for those, signature in sync.holders for r in those}
         self._sink = CheckedSink(self._wanted, _dtypes(signatures.values()))

@@ -92,7 +92,7 @@ def raw_recipe(name: str, path: str, max_model_len: int) -> dict[str, Any]:
             "kv_cache_gib": 0.0625,
             "keep_weights": True,
         },
-        "sync": {"verify": "always", "delta": "always", "keep_loader_layout": True},
+        "sync": {"verify": "always", "delta": "always"},
         "data": {"train": "-", "eval": "-"},
         "algorithm": {"name": "grpo", "prompts_per_step": 4, "samples_per_prompt": 2},
         "optimizer": {"lr": 1e-3},

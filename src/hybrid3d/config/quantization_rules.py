@@ -25,8 +25,6 @@ def check_quantization(recipe: Recipe) -> Iterator[str]:
             f"{setting}: vLLM 0.32.0 computes with weights in FP8 in bfloat16, and model.dtype={recipe.model.dtype}: "
             "set model.dtype=bfloat16, or leave rollout.quantization out"
         )
-    if recipe.sync.share_storage:
-        yield f"sync.share_storage=true: {setting} gives vLLM other bytes than Megatron has: leave one of them out"
     if recipe.lora is not None:
         yield (
             f"lora.sync={recipe.lora.sync}: with {setting} the weights below adapters would be quantized, which this "

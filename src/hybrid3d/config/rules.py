@@ -43,16 +43,6 @@ def validate_recipe(recipe: Recipe) -> Iterator[str]:
         yield f"critic: algorithm.{given}={value} has no critic: leave the section out, or set {fix}"
     for check in _CHECKS:
         yield from check(recipe)
-    if recipe.sync.share_storage and not recipe.is_split and recipe.rollout is not None and recipe.rollout.sleep:
-        yield (
-            "sync.share_storage: memory that both engines share cannot be freed while vLLM sleeps: "
-            "set rollout.sleep=false, or leave sync.share_storage out"
-        )
-    if recipe.sync.share_storage and recipe.train.offload_parameters:
-        yield (
-            "sync.share_storage: vLLM generates with the parameters that train.offload_parameters would offload: "
-            "leave one of them out"
-        )
     if recipe.train.offloads and not algorithm.generates:
         yield f"train.offload_{recipe.train.offloads[0]}: algorithm.name={algorithm.name} never generates: leave it out"
     budget, rollout = recipe.train.max_tokens_per_micro_batch, recipe.rollout
@@ -97,8 +87,6 @@ def _check_split(recipe: Recipe) -> Iterator[str]:
     yield from _check_active_ranks(recipe)
     if recipe.rollout is not None:
         yield from _check_nodes(recipe, "generation", "rollout.tp", recipe.rollout.tp)
-    if recipe.sync.share_storage:
-        yield f"sync.share_storage: {apart}, so that none shares memory: leave it out"
     if recipe.rollout is not None and recipe.rollout.keep_weights:
         yield f"rollout.keep_weights: {apart}, so that vLLM never sleeps: leave it out"
     for kind in train.offloads:
@@ -188,10 +176,6 @@ def _check_lora(recipe: Recipe) -> Iterator[str]:
             f"lora.sync=adapter: rollout.dp={recipe.rollout.dp} joins engines, and while one of them waits for the "
             "others vLLM 0.32.0 removes all adapters: set lora.sync=merged, or rollout.dp=1"
         )
-    if recipe.sync.share_storage:
-        yield "sync.share_storage: vLLM's weights cannot lie in those of a policy with adapters (lora): leave one out"
-    if recipe.sync.keep_loader_layout:
-        yield "sync.keep_loader_layout: a policy with adapters (lora) sends all elements in each sync: leave it out"
     if recipe.train.expert_bias_update_rate:
         yield (
             f"train.expert_bias_update_rate={recipe.train.expert_bias_update_rate:g} changes routers, and with lora "

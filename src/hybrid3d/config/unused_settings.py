@@ -50,10 +50,6 @@ def _never_generates(recipe: Recipe) -> bool:
     return _trains_on_data(recipe) and recipe.rollout is None
 
 
-def _is_float32(recipe: Recipe) -> bool:
-    return recipe.model.dtype == "float32"
-
-
 def _is_builtin(recipe: Recipe) -> bool:
     environment = recipe.rollout.environment if recipe.rollout is not None else None
     return recipe.reward.name in IN_PROCESS and (environment is None or environment in IN_PROCESS)
@@ -172,24 +168,9 @@ UNUSED_RULES = (
     ),
     UnusedRule(
         "sync",
-        (
-            *("bucket_mib", "verify", "overlap", "share_storage", "delta", "keep_loader_layout", "anchor_every"),
-            "shared_memory",
-        ),
+        ("bucket_mib", "verify", "overlap", "delta", "shared_memory"),
         _never_generates,
         reason_of("algorithm.name={name} without `rollout` never syncs"),
-    ),
-    UnusedRule(
-        "sync",
-        ("keep_loader_layout", "anchor_every"),
-        lambda recipe: not _never_generates(recipe) and recipe.sync.delta == "never",
-        reason_of("with sync.delta=never every sync sends all weights"),
-    ),
-    UnusedRule(
-        "sync",
-        ("keep_loader_layout", "anchor_every"),
-        lambda recipe: not _never_generates(recipe) and recipe.sync.delta != "never" and _is_float32(recipe),
-        reason_of("sync.delta applies to bfloat16, and model.dtype is float32"),
     ),
     UnusedRule(
         "roles.generation",

@@ -57,12 +57,11 @@ NO_RESERVE = Reserve()
 
 def reserve_of(recipe: Recipe, has_experts: bool) -> Reserve:
     """Return what a rank that trains and generates takes; where ranks do one of both, each has less."""
-    captures = not recipe.sync.share_storage  # as in `engine_settings`
     return Reserve(
         contexts=TRAINING_CONTEXT + ROLLOUT_CONTEXT,
         training_communicators=COMMUNICATOR * count_training_groups(recipe, has_experts),
         rollout_communicators=COMMUNICATOR * count_rollout_groups(recipe),
-        graphs=GRAPHS * captures,
+        graphs=GRAPHS,
     )
 
 

@@ -6,7 +6,7 @@ keeps, and where, is recorded from its own `set_lora`, as its loaders tell it fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -120,10 +120,7 @@ class RolloutAdapters:
         destinations = [Destination(name, tensor) for name, tensor in self._slots.items()]
         return Demand(record_copies(set_all, shapes, dtype, destinations), ())
 
-    def prepare(self, order: Sequence[int | None], keep: bool = False) -> None:
-        pass
-
-    def keep_apart(self, names: Iterable[str]) -> None:
+    def prepare(self, order: Sequence[int | None]) -> None:
         pass
 
     def kept_tensors(self) -> set[str]:

@@ -80,8 +80,7 @@ def engine_settings(recipe: Recipe, layers: int | None = None) -> dict[str, Any]
         enable_expert_parallel=rollout.expert_parallel,
         max_model_len=rollout.max_model_len,
         hf_overrides=functools.partial(_override, layers=layers, quantization=quantization),
-        # A captured CUDA graph would keep reading the old memory of tensors that now alias the trainer's.
-        enforce_eager=current_platform.is_cpu() or recipe.sync.share_storage,
+        enforce_eager=current_platform.is_cpu(),
         # On CPU this op assumes 2-D input. Latent attention passes another shape and would be rotated wrongly.
         compilation_config={"custom_ops": ["-rotary_embedding"]} if current_platform.is_cpu() else {},
         attention_backend=_attention_backend(recipe),
@@ -161,7 +160,7 @@ class RolloutEngine:
         if current_platform.is_cpu():
             patches.name_shared_memory(run_id)
             if not rollout.pack_weights:
-                patches.keep_linear_weights()
+                patches.keep_weights_unpacked()
         lora = recipe.lora if recipe.syncs_adapters else None
         returns_experts = recipe.train.router_replay == "rollout"
         with (

@@ -82,11 +82,10 @@ class OpenUnit:
     """A unit's tensors in loader layout, in the memory of live tensors with the same layout, else in extra memory.
 
     Args:
-        apart: the names of tensors that are in extra memory although their layouts are equal.
         requantized: the names of weights that arrive as vLLM would quantize them anew.
     """
 
-    def __init__(self, unit: Unit, fills: Sequence[Fill], apart: Container[str] = (), requantized: Container[str] = ()):
+    def __init__(self, unit: Unit, fills: Sequence[Fill], requantized: Container[str] = ()):
         self.unit, self._requantized = unit, requantized
         self._fills = fills
         # By id, a loader tensor that needs extra memory, and its offset there. The reference keeps the id valid.
@@ -98,9 +97,9 @@ class OpenUnit:
         self._moved: set[int] = set()  # ids of live tensors that vLLM finalizes in other memory
         self._live: LiveTensors = {}
         self._attributes: dict[Module, dict[str, torch.Tensor]] = {}
-        for path, module in unit.modules():
+        for _, module in unit.modules():
             for name, loader in _loader_tensors(module):
-                if not _same_layout(get_layer_tensors(module).get(name), loader) or _join(path, name) in apart:
+                if not _same_layout(get_layer_tensors(module).get(name), loader):
                     self._extra[id(loader)] = loader, self.extra_bytes
                     self.extra_bytes += align_up(_extent(loader))
 
@@ -111,16 +110,12 @@ class OpenUnit:
         self._tensors = {name: tensor.data for name, tensor in self.unit.tensors()}
         swap_back(self._live)
 
-    def extra_tensors(self) -> Iterator[str]:
-        """Yield the names of the tensors that are written in extra memory."""
-        return (name for name, tensor in self._tensors.items() if self._buffer.contains(tensor))
-
-    def in_place_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the live tensors that a sync writes directly and that finalizing does not move."""
+    def kept_tensors(self) -> Iterator[str]:
+        """Yield the names of the live tensors that a sync writes directly and that finalizing does not move."""
         for name, tensor in self.unit.tensors():
             in_place = name in self._written and tensor.data_ptr() == self._tensors[name].data_ptr()
             if in_place and _same_layout(tensor, self._tensors[name]) and id(tensor) not in self._moved:
-                yield name, tensor
+                yield name
 
     def view(self, view: View, size: Shape) -> torch.Tensor:
         """Return a view of a tensor in loader layout, to be written."""

@@ -1,22 +1,14 @@
-"""Weights of vLLM in FP8 with block scales: its settings, and kernels for CPUs that vLLM has none for.
-
-vLLM's CPU kernels of such weights need AMX. On other x86 CPUs the layers here are dequantized to the dtype of the
-activations each time that they compute: slow, but what tests and demonstrations of a tiny model need.
-"""
+"""The settings of vLLM's weights in FP8 with block scales, and which of them it quantizes anew."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
-from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsFp8
-from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
-from vllm.platforms import PlatformEnum, current_platform
 
 from hybrid3d.families import Config, family_of
-from hybrid3d.reshard.fp8 import BLOCK, dequantize
+from hybrid3d.reshard.fp8 import BLOCK
 
 
 def quantization_config(config: Config) -> dict[str, Any]:
@@ -42,77 +34,3 @@ def names_of(weights: Iterable[torch.Tensor], model: torch.nn.Module) -> frozens
             f"vLLM quantized {len(addresses)} weights anew, and {missing} are no parameters of its model"
         )
     return frozenset(found)
-
-
-def has_kernels() -> bool:
-    """Return whether vLLM has kernels for these weights on this machine."""
-    return not current_platform.is_cpu() or torch.cpu._is_amx_tile_supported()
-
-
-class DequantizingLinear(Fp8BlockScaledMMLinearKernel):
-    """Dequantizes a linear layer's weights each time that it computes."""
-
-    apply_input_quant = False
-
-    @classmethod
-    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        return True, None
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Keep the weights as they are loaded."""
-
-    def apply_weights(
-        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None, **_: Any
-    ) -> torch.Tensor:
-        found = self._get_layer_params(layer)
-        return torch.nn.functional.linear(x, dequantize(found.weight, found.block_scale, x.dtype), bias)
-
-    def apply_block_scaled_mm(self, A: Any, B: Any, As: Any, Bs: Any) -> torch.Tensor:
-        raise NotImplementedError("`apply_weights` computes the layer")
-
-
-class DequantizingExperts(CPUExpertsFp8):
-    """Dequantizes the weights of each expert that has tokens, each time that a layer computes."""
-
-    @staticmethod
-    def _supports_current_device() -> bool:
-        return bool(current_platform.is_cpu())
-
-    def apply(
-        self,
-        output: torch.Tensor,
-        hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        *_: Any,
-        **__: Any,
-    ) -> None:
-        output.zero_()
-        for expert in topk_ids.unique().tolist():
-            tokens, choice = (topk_ids == expert).nonzero(as_tuple=True)
-            fc1 = dequantize(w1[expert], self.w1_scale[expert], output.dtype)
-            fc2 = dequantize(w2[expert], self.w2_scale[expert], output.dtype)
-            gate, up = torch.nn.functional.linear(hidden_states[tokens], fc1).chunk(2, -1)
-            computed = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, fc2)
-            output.index_add_(0, tokens, (computed * topk_weights[tokens, choice, None]).to(output.dtype))
-
-
-def with_dequantizing_linear(kernels: dict[PlatformEnum, list[Any]]) -> dict[PlatformEnum, list[Any]]:
-    """Return vLLM's kernels of block scales by platform, with one more for CPUs, which it selects last."""
-    return {**kernels, PlatformEnum.CPU: [*kernels[PlatformEnum.CPU], DequantizingLinear]}
-
-
-def with_dequantizing_experts(classes_of: Callable[[Fp8MoeBackend], list[Any]]) -> Callable[[Fp8MoeBackend], list[Any]]:
-    """Return a `backend_to_kernel_cls` that has one more class for CPUs, which vLLM selects last."""
-
-    def backend_to_kernel_cls(backend: Fp8MoeBackend) -> list[Any]:
-        return [*classes_of(backend), *([DequantizingExperts] if backend == Fp8MoeBackend.CPU else [])]
-
-    return backend_to_kernel_cls
-
-
-def pack_for_kernels(pack: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `prepare_fp8_moe_layer_for_cpu` that packs experts only for the kernels that vLLM has."""
-    return pack if has_kernels() else lambda w13, w2: (w13, w2)

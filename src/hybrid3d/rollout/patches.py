@@ -20,7 +20,7 @@ from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from hybrid3d.config import Rollout
 from hybrid3d.patches import Patch
-from hybrid3d.rollout import fp8, router_replay, truncation
+from hybrid3d.rollout import cpu_kernels, router_replay, truncation
 
 VLLM = "vllm==0.32.0"
 
@@ -62,7 +62,13 @@ PACK_LINEAR = Patch(
     "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm",
     VLLM,
     "It packs weights for its kernels; with `rollout.pack_weights: false` a sync writes them in place "
-    "(`keep_linear_weights`).",
+    "(`keep_weights_unpacked`).",
+    "tests/test_delta_sync.py",
+)
+PACK_EXPERTS = Patch(
+    "vllm.model_executor.layers.fused_moe.oracle.unquantized.backend_to_kernel_cls",
+    VLLM,
+    "The same of experts.",
     "tests/test_delta_sync.py",
 )
 REQUANTIZE = Patch(
@@ -190,13 +196,10 @@ def abort_one_by_one(abort: Callable[[Any, list[str]], None]) -> Callable[[Any, 
     return abort_requests
 
 
-def keep_linear_weights() -> None:
-    """Make vLLM's CPU build compute linear layers with torch, from weights that stay as they are loaded."""
-
-    def use_torch(layer: Any, remove_weight: bool) -> None:
-        layer.cpu_linear = torch.nn.functional.linear
-
-    PACK_LINEAR.replace(use_torch)
+def keep_weights_unpacked() -> None:
+    """Make vLLM's CPU build compute linear layers and experts with torch, from weights that stay as they are loaded."""
+    PACK_LINEAR.replace(cpu_kernels.use_torch)
+    PACK_EXPERTS.replace(lambda backend: [cpu_kernels.PlainExperts])
 
 
 def keep_weights_while_asleep() -> None:
@@ -280,6 +283,7 @@ EVERYWHERE = (
     EXPERT_MAP,
     POOL_CONTEXT,
     PACK_LINEAR,
+    PACK_EXPERTS,
     REQUANTIZE,
     Patch(
         "vllm.distributed.aux_output_connector.connector.AuxOutputSchedulerConnector.take_output",
@@ -299,21 +303,21 @@ ON_CPU = (
         "Its kernels of FP8 weights with block scales need AMX; on other CPUs no model with such weights can be built, "
         "not even one that is only queried.",
         "tests/test_fp8_rollout.py",
-        fp8.with_dequantizing_linear,
+        cpu_kernels.with_dequantizing_linear,
     ),
     Patch(
         "vllm.model_executor.layers.fused_moe.oracle.fp8.backend_to_kernel_cls",
         VLLM,
         "The same of experts.",
         "tests/test_fp8_rollout.py",
-        fp8.with_dequantizing_experts,
+        cpu_kernels.with_dequantizing_experts,
     ),
     Patch(
         "vllm.model_executor.layers.fused_moe.experts.cpu_moe.prepare_fp8_moe_layer_for_cpu",
         VLLM,
         "It packs FP8 experts for kernels that need AMX.",
         "tests/test_fp8_rollout.py",
-        fp8.pack_for_kernels,
+        cpu_kernels.pack_for_kernels,
     ),
     Patch(
         "vllm.config.vllm.VllmConfig._verify_aux_output_compatibility",

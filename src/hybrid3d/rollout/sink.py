@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -54,8 +54,6 @@ class RolloutWeights:
         self._open_units: dict[int | None, OpenUnit] = {}
         self._opened: set[int | None] = set()  # units between `open` and `close`
         self._pending: set[int | None] = set()
-        self._keeps = False
-        self._apart: frozenset[str] = frozenset()
 
     def _record(self, model: torch.nn.Module, vllm_config: VllmConfig, shapes: Mapping[str, Shape]) -> Demand:
         live = swap_in_loader_layout(model, allocate_on_meta())
@@ -97,46 +95,33 @@ class RolloutWeights:
     def finalize_bytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._buffers)
 
-    def prepare(self, order: Sequence[int | None], keep: bool = False) -> None:
+    def prepare(self, order: Sequence[int | None]) -> None:
         """Assign memory to the tensors of every unit. This is called before the first sync, and for each new plan.
 
         Args:
             order: the layers in the order in which they will be opened; None stands for the modules outside of layers.
-            keep: give each unit memory of its own, in which its tensors stay as they were written, from sync to sync.
         """
         self._open_units, self._buffers = {}, []  # free their memory first
         fills: dict[int | None, list[Fill]] = defaultdict(list)
         for fill in self.demand.fills:
             fills[self._layer_of[fill.view.tensor]].append(fill)
-        open_units = {
-            layer: OpenUnit(self._units[layer], fills[layer], self._apart, self._requantized) for layer in order
-        }
-        self._keeps, turns = keep, max(1, len(order)) if keep else MAX_OPEN_UNITS
-        sizes = [[open_units[layer].extra_bytes for layer in order[i::turns]] for i in range(turns)]
+        open_units = {layer: OpenUnit(self._units[layer], fills[layer], self._requantized) for layer in order}
+        sizes = [[open_units[layer].extra_bytes for layer in order[i::MAX_OPEN_UNITS]] for i in range(MAX_OPEN_UNITS)]
         self._buffers = [DeviceBuffer(max(unit_sizes, default=0), self._device) for unit_sizes in sizes]
         for i, layer in enumerate(order):
-            open_units[layer].place(self._buffers[i % turns])
+            open_units[layer].place(self._buffers[i % MAX_OPEN_UNITS])
         self._open_units = open_units
 
     def rounded_scales(self) -> set[str]:
         """Return the canonical tensors that vLLM would quantize anew unless their scales are powers of two."""
         return {piece.name for piece in self.demand.pieces if piece.view.tensor in self._requantized}
 
-    def keep_apart(self, names: Iterable[str]) -> None:
-        """From the next `prepare` on, write these local tensors in memory of their own, not in that of live tensors.
-
-        With `keep` they then stay as they were written although finalizing changes the live tensors.
-        """
-        self._apart |= frozenset(names)
-
     def kept_tensors(self) -> set[str]:
-        """Return the local names of the tensors that stay, between two syncs, in the memory that a sync writes."""
-        kept = set(self.in_place_tensors())
-        return kept | {name for unit in self._open_units.values() for name in unit.extra_tensors() if self._keeps}
+        """Return the local names of the tensors that a sync writes in live memory, and that finalizing does not move.
 
-    def in_place_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the live tensors, by local name, that a sync writes directly and that finalizing does not move."""
-        return {name: tensor for unit in self._open_units.values() for name, tensor in unit.in_place_tensors()}
+        They stay there from sync to sync.
+        """
+        return {name for unit in self._open_units.values() for name in unit.kept_tensors()}
 
     def begin(self) -> None:
         """Begin a sync of all units; live tensors stay in place until their unit is opened."""
@@ -167,12 +152,12 @@ class RolloutWeights:
         self._pending.remove(layer)
 
     def end(self) -> None:
-        """End the sync and free the extra memory, unless it is kept.
+        """End the sync and free the extra memory.
 
         Raises:
             RuntimeError: some units were not finalized; the model is not usable until a sync succeeds.
         """
-        for buffer in self._buffers if not self._keeps else ():
+        for buffer in self._buffers:
             buffer.release()
         if self._pending:
             raise RuntimeError(

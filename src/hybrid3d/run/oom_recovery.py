@@ -117,8 +117,7 @@ def reduced_settings(recipe: Recipe) -> dict[str, Any]:
         size = train.micro_batch_size
         settings["train.micro_batch_size"] = max(n for n in range(1, size // 2 + 1) if size % n == 0)
     if recipe.algorithm.generates and not recipe.is_split:
-        shared = ("parameters",) if recipe.sync.share_storage else ()  # vLLM generates with the same memory
-        settings |= {f"train.offload_{kind}": True for kind in OFFLOADS if kind not in (*train.offloads, *shared)}
+        settings |= {f"train.offload_{kind}": True for kind in OFFLOADS if kind not in train.offloads}
     return settings
 
 

@@ -58,7 +58,7 @@ class AdapterSync(WeightSync):
         weights, adapters = (None, None) if policy is None else (policy.weights, policy.adapters)
         self._base: WeightSync | None = WeightSync(recipe, group, weights, engine, **members)
         self._before: SyncReport | None = None  # of the policy's own weights, in the first sync
-        settings = dataclasses.replace(recipe.sync, delta="never", share_storage=False, keep_loader_layout=False)
+        settings = dataclasses.replace(recipe.sync, delta="never")
         apart = dataclasses.replace(recipe, sync=settings)
         slot: Any = None if engine is None else _AdapterSlot(engine)  # as much of an engine as a sync uses
         super().__init__(apart, group, adapters, slot, **members)

@@ -30,15 +30,13 @@ class DenseReason(enum.IntEnum):
 
     NONE = 0
     SLOWER = 1
-    ANCHOR = 2
-    OTHER_CHANGES = 3
-    UNFINISHED = 4
-    FIRST = 5
-    KEPT_APART = 6
-    NOT_TRACKED = 7
-    DISCARDED = 8
-    FLOAT32 = 9
-    SETTING = 10
+    OTHER_CHANGES = 2
+    UNFINISHED = 3
+    FIRST = 4
+    NOT_TRACKED = 5
+    DISCARDED = 6
+    FLOAT32 = 7
+    SETTING = 8
 
     def __str__(self) -> str:
         return _REASONS[self]
@@ -47,11 +45,9 @@ class DenseReason(enum.IntEnum):
 _REASONS = (
     "",
     "a sync of changed elements is expected to take longer",
-    "sync.anchor_every",
     "weights were changed by something else than the optimizer",
     "vLLM may not have the weights of the last sync: it did not finish, or this one was to send everything",
     "it is the first sync of these processes",
-    "vLLM's permuted tensors are kept in loader layout for the first time",
     "vLLM keeps no tensor as it is loaded, or Megatron's optimizer updates none in bfloat16",
     "vLLM frees its weights while it sleeps: set rollout.keep_weights=true",
     "model.dtype is not bfloat16: nearly all elements change in each update",
@@ -95,10 +91,8 @@ class DeltaSync:
         self._discards_weights = discards_weights
         self._names = frozenset(names)
         self._sparse: frozenset[str] | None = None  # not known before the first sync
-        self._keeps_apart = False
         self._executor: DeltaExecutor | None = None
         self._elements = 0
-        self._syncs_since_dense = 0
         self._finished = False
         self._estimate = estimate
         self.reason = DenseReason.FIRST
@@ -112,7 +106,7 @@ class DeltaSync:
     @property
     def probes(self) -> bool:
         """Whether the sync in progress must record checksums, for `find_sparse`."""
-        return self.reason in (DenseReason.FIRST, DenseReason.KEPT_APART)
+        return self.reason == DenseReason.FIRST
 
     @property
     def extra_bytes(self) -> int:
@@ -146,15 +140,14 @@ class DeltaSync:
         if self._discards_weights:
             return DenseReason.DISCARDED
         if self._sparse is None:
-            return DenseReason.KEPT_APART if self._keeps_apart else DenseReason.FIRST
+            return DenseReason.FIRST
         if not self._sparse:
             return DenseReason.NOT_TRACKED
         if not self._finished:
             return DenseReason.UNFINISHED
         if self._tracker is not None and not self._tracker.check():
             return DenseReason.OTHER_CHANGES
-        every = self._settings.anchor_every
-        return DenseReason.ANCHOR if every and self._syncs_since_dense + 1 >= every else DenseReason.NONE
+        return DenseReason.NONE
 
     def run(self, plan: RankPlan, source: NamedTensors, sink: Sink, transport: Transport, verify: bool) -> DeltaReport:
         """Send the elements that changed."""
@@ -164,7 +157,6 @@ class DeltaSync:
         changes: Mapping[str, Tensor] = {}
         if self._tracker is not None and self._trained is not None:
             changes = self._tracker.changes(self._trained.tensors)
-        self._syncs_since_dense += 1
         return self._executor.run_delta(changes, verify)
 
     def count(self) -> tuple[int | None, int]:
@@ -178,36 +170,13 @@ class DeltaSync:
         self._estimate.observe(changed, self._tracker.elements)
         return changed, self._elements
 
-    def find_sparse(self, executor: Executor) -> bool:
-        """Find the tensors that can be sent sparsely, after a sync that has recorded checksums.
-
-        Returns:
-            False if the sync must be planned again, because vLLM permutes tensors that are to be kept in loader layout:
-            the next sync then writes them apart, and finds the tensors.
-        """
+    def find_sparse(self, executor: Executor) -> None:
+        """Find the tensors that can be sent sparsely, after a sync that has recorded checksums."""
         self._elements = sum(gather_objects(0 if self._tracker is None else self._tracker.elements, self._group))
         kept = set() if self._sink is None else self._sink.kept_tensors()
         changed = executor.changed_since_landed(kept)
-        if self._settings.keep_loader_layout and self._elements and not self._keeps_apart:
-            self._keeps_apart = bool(all_reduce_max([int(self._keep_apart(changed))], self._group)[0])
-            if self._keeps_apart:
-                return False
         dense = self._untracked() | self._not_kept(changed)
         self._sparse = self._names - {name for _, names in gather_unique(dense, self._group) for name in names}
-        return True
-
-    def _keep_apart(self, changed: Container[str]) -> bool:
-        """Keep the tensors apart that finalizing has changed; return whether there are any on this rank."""
-        if self._sink is None:
-            return False
-        kept = self._sink.kept_tensors()
-        names = {
-            piece.view.tensor
-            for piece in self._sink.demand.pieces
-            if piece.view.tensor not in kept or piece.name in changed
-        }
-        self._sink.keep_apart(names)
-        return bool(names)
 
     def end(self, intact: bool) -> None:
         """End a sync, after which vLLM has all weights as they are now.
@@ -215,8 +184,6 @@ class DeltaSync:
         Args:
             intact: False if weights arrived corrupted at first.
         """
-        if self.reason:
-            self._syncs_since_dense = 0
         if self._tracker is not None:
             self._tracker.clear()
         self._finished = intact

@@ -13,9 +13,8 @@ from hybrid3d.distributed import all_reduce_max, all_reduce_min, gather_unique
 from hybrid3d.reshard.plan.classes import signature_of
 from hybrid3d.reshard.plan.coverage import check_arrivals, check_same_tensors, lower_bound, network_lower_bound
 from hybrid3d.reshard.plan.layout import Demand, Holdings, LocalPieces
-from hybrid3d.reshard.plan.planner import RankPlan, Routes, Transfer
+from hybrid3d.reshard.plan.planner import Routes
 from hybrid3d.reshard.plan.ready import required_optimizer_buckets
-from hybrid3d.sync.sharing import SharedStorage
 from hybrid3d.train.megatron.source import MegatronWeights, canonical_shapes
 
 if TYPE_CHECKING:  # a sync is between a source and a sink, so that ranks without vLLM can have one
@@ -34,10 +33,8 @@ class SyncPlan:
         lower_bound: the fewest bytes that this rank must receive, counted without the plan.
         network_bound: the fewest bytes that must reach this rank's node from others, counted without the plan, on the
             first rank of each node; 0 on the others.
-        current: the plan of this rank; `replan` replaces it.
-        transfers: this rank's transfers with their keys, in order.
+        current: the plan of this rank.
         ready: by bucket of the plan, the optimizer bucket after which every rank may start it.
-        bucket_of: by canonical tensor that this rank holds, the optimizer bucket that updates it; -1 for none.
 
     Raises:
         PlanError: vLLM wants a tensor that Megatron does not hold, or wants one box twice.
@@ -59,8 +56,7 @@ class SyncPlan:
             ranks: the rank of each member of the group, which says what node it is on; by default that in the group.
         """
         ranks = ranks or range(group.size())
-        self._group, self._rank = group, ranks[group.rank()]
-        self._keep = recipe.sync.keep_loader_layout
+        rank = ranks[group.rank()]
         held = NOTHING_HELD if trained is None else trained.holdings
         self.holders = [([ranks[m] for m in same], found) for same, found in gather_unique(signature_of(held), group)]
         shapes = canonical_shapes([signature for _, signature in self.holders])
@@ -69,33 +65,23 @@ class SyncPlan:
         readers = [([ranks[m] for m in same], found) for same, found in gather_unique(signature_of(wanted), group)]
         check_same_tensors(self.holders, readers)
         per_node = recipe.machine.gpus_per_node
-        self._routes = Routes(self.holders, readers, recipe.sync.bucket_bytes, per_node, relays=True)
-        pieces = LocalPieces({self._rank: held}, {self._rank: wanted})
-        self.transfers: Sequence[tuple[int, Transfer]] = self._routes.rank_transfers(self._rank, pieces)
-        self._boundaries = self._routes.bucket_boundaries([self.transfers], partial(all_reduce_min, group=group))
-        self.lower_bound = lower_bound({self._rank: held}, {self._rank: wanted})[self._rank]
-        of_node = [rank for rank in ranks if rank // per_node == self._rank // per_node]
-        first_of = {self._rank // per_node} if self._rank == min(of_node) else set()
+        routes = Routes(self.holders, readers, recipe.sync.bucket_bytes, per_node, relays=True)
+        transfers = routes.rank_transfers(rank, LocalPieces({rank: held}, {rank: wanted}))
+        boundaries = routes.bucket_boundaries([transfers], partial(all_reduce_min, group=group))
+        self.lower_bound = lower_bound({rank: held}, {rank: wanted})[rank]
+        of_node = [other for other in ranks if other // per_node == rank // per_node]
+        first_of = {rank // per_node} if rank == min(of_node) else set()
         self.network_bound = sum(network_lower_bound(self.holders, readers, per_node, nodes=first_of).values())
-        self.bucket_of = {piece.name: optimizer_buckets.get(piece.view.tensor, -1) for piece in held.pieces}
-        self.current, self.ready = self._bind(SharedStorage())
+        self.current = routes.plan(rank, transfers, boundaries)
+        if self.sink is not None:
+            self.sink.prepare(self.current.layers)
+        bucket_of = {piece.name: optimizer_buckets.get(piece.view.tensor, -1) for piece in held.pieces}
+        self.ready = required_optimizer_buckets(
+            self.current, bucket_of, len(boundaries), partial(all_reduce_max, group=group)
+        )
         check_arrivals(self.current, wanted)
 
     @property
     def rounded_scales(self) -> Collection[str]:
         """The tensors in FP8 of which this rank's engine takes only scales that are powers of two."""
         return () if self.sink is None else self.sink.rounded_scales()
-
-    def replan(self, transfers: Sequence[tuple[int, Transfer]], shared: SharedStorage) -> None:
-        """Replace the plan by one with these transfers, which exclude shared tensors. All ranks call it together."""
-        self.transfers = transfers
-        self.current, self.ready = self._bind(shared)
-
-    def _bind(self, shared: SharedStorage) -> tuple[RankPlan, list[int]]:
-        plan = self._routes.plan(self._rank, self.transfers, self._boundaries)
-        if self.sink is not None:
-            self.sink.prepare(plan.layers, self._keep)
-        ready = required_optimizer_buckets(
-            plan, self.bucket_of, len(self._boundaries), partial(all_reduce_max, group=self._group), shared.buckets
-        )
-        return plan, ready

@@ -24,7 +24,6 @@ from hybrid3d.sync.choice import ExpectedSeconds, SyncEstimate
 from hybrid3d.sync.delta import DeltaSync
 from hybrid3d.sync.plan import SyncPlan
 from hybrid3d.sync.quantization import SyncQuantization
-from hybrid3d.sync.sharing import SharedStorage
 from hybrid3d.sync.verification import CorruptSync, corrupted_on_any, listed
 from hybrid3d.train.megatron.runtime import SideStream, device, synchronize
 from hybrid3d.train.megatron.source import MegatronWeights
@@ -52,7 +51,6 @@ class SyncReport:
         staging_bytes: of staging buffers.
         lent_bytes: of the memory in which other ranks of the node read messages.
         finalize_bytes: that finalization took at most.
-        shared_bytes: of vLLM's tensors that alias Megatron's memory.
         corrupted: tensors that arrived corrupted on some rank and were sent again.
         phases: seconds by phase of the execution.
         dense_reason: why all elements were sent; empty if only those were that changed.
@@ -71,7 +69,6 @@ class SyncReport:
     staging_bytes: int
     lent_bytes: int
     finalize_bytes: int
-    shared_bytes: int
     corrupted: tuple[str, ...] = ()
     phases: Mapping[str, float] = field(default_factory=dict)
     dense_reason: str = ""
@@ -81,7 +78,7 @@ class SyncReport:
 
     def after(self, before: SyncReport) -> SyncReport:
         """Return the report of a sync of other tensors and of this one as that of one sync."""
-        sums = ("seconds", "exposed_seconds", "received_bytes", "lower_bound_bytes", "network_bytes", "shared_bytes")
+        sums = ("seconds", "exposed_seconds", "received_bytes", "lower_bound_bytes", "network_bytes")
         maxima = ("staging_bytes", "lent_bytes", "finalize_bytes")
         phases = {
             key: before.phases.get(key, 0.0) + self.phases.get(key, 0.0) for key in {*before.phases, *self.phases}
@@ -109,7 +106,6 @@ class SyncReport:
             "sync/lower_bound_bytes": self.lower_bound_bytes,
             "sync/network_bytes": self.network_bytes,
             "sync/network_bound_bytes": self.network_bound_bytes,
-            "sync/shared_bytes": self.shared_bytes,
             "sync/delta_bytes": 0 if self.dense_reason else self.received_bytes,
             "sync/delta_bound_bytes": self.delta_bound_bytes,
         }
@@ -134,8 +130,7 @@ class WeightSync:
     """Syncs the weights of a group of ranks, each of which has a source (Megatron), a sink (vLLM) or both.
 
     Every rank of the group calls every method together: `run`, or `begin`, `bucket_ready` with each optimizer bucket
-    that the rank has, and `finish`. There is one for an engine: under `sync.share_storage` the engine's tensors alias
-    the trainer's memory from the first sync on.
+    that the rank has, and `finish`.
 
     Attributes:
         plan: what this rank sends, receives and copies.
@@ -187,7 +182,6 @@ class WeightSync:
             *(device(), transport_group, recipe.machine.gpus_per_node, ranks, timeout),
             shares_memory=recipe.sync.shared_memory == "auto",
         )
-        self._shared, self._to_share = SharedStorage(), recipe.sync.share_storage
         names = {name for _, signature in self.holders for held in signature.values() for name in held}
         estimate = SyncEstimate(recipe, group, self.transport, overlaps=bool(optimizer_buckets))
         self._delta = DeltaSync(recipe, group, trained, changes, self._plan.sink, discards, names, estimate)
@@ -243,7 +237,6 @@ class WeightSync:
         if self._engine is not None:
             self._engine.weight_version = None
         self._verifying = verify
-        self._shared.check()
         if self._quantization is not None:
             with self._on_side_stream():
                 self._quantization.begin()
@@ -305,14 +298,9 @@ class WeightSync:
                 self._engine.reset_cache()
             synchronize()
         changed = self._delta.count()
-        replans = self._delta.probes and not self._delta.find_sparse(self._executing)
+        if self._delta.probes:
+            self._delta.find_sparse(self._executing)
         self._delta.end(intact=not corrupted)
-        if replans:
-            self._executor = None  # it keeps the memory that is replaced
-            self._plan.replan(self._plan.transfers, self._shared)
-        elif self._to_share:
-            self._share()
-            self._delta.require_dense()  # tensors that are kept in loader layout have other memory now
         if self._quantization is not None:
             self._quantization.end()
         self._report_overlap(done.received_bytes)
@@ -329,7 +317,6 @@ class WeightSync:
             staging_bytes=done.staging_bytes,
             lent_bytes=done.lent_bytes,
             finalize_bytes=0 if self._plan.sink is None else self._plan.sink.finalize_bytes,
-            shared_bytes=self._shared.nbytes,
             corrupted=corrupted,
             phases=done.seconds,
             dense_reason=str(self._delta.reason),
@@ -358,16 +345,6 @@ class WeightSync:
         if self._plan.sink is not None:
             self._plan.sink.begin()
         return self._delta.run(self._plan.current, self.source, self._sink, self.transport, self._verifying)
-
-    def _share(self) -> None:
-        """Alias what both engines of a rank hold, and plan without it from the next sync on."""
-        transfers = self._plan.transfers
-        if self._plan.sink is not None and self._trained:
-            transfers = self._shared.share(
-                transfers, self._group.rank(), self._trained, self._plan.sink, self._plan.bucket_of
-            )
-        self._to_share, self._executor = False, None
-        self._plan.replan(transfers, self._shared)
 
     def _send_again(self, corrupted: tuple[str, ...]) -> ExecutionReport:
         logger.warning("%d tensors arrived corrupted: %s; sending everything again", len(corrupted), listed(corrupted))

@@ -156,8 +156,8 @@ class Rollout:
         sleep: Free vLLM's GPU memory while Megatron trains.
         keep_weights: While vLLM sleeps, keep its weights in GPU memory, which `sync.delta` needs: otherwise sleeping
             frees them, and each sync sends all.
-        pack_weights: On CPU, let vLLM pack the weights of linear layers for its kernels. Without, it keeps them as they
-            are loaded and uses torch's: a sync writes them in place, and `sync.delta` applies to them.
+        pack_weights: On CPU, let vLLM pack the weights of linear layers and experts for its kernels. Without, it keeps
+            them as they are loaded and uses torch's: a sync writes them in place, and `sync.delta` applies to them.
         environment: What replies to the policy within an answer: `calculator`, or your own function as
             `module:function`; `null`: nothing, so that an answer has a single turn.
         max_turns: Maximum number of environment replies per answer.
@@ -273,14 +273,10 @@ class Sync:
             (`every-N`), or `never`.
         overlap: Start the sync as soon as the first weights are updated, overlapping it with the rest of the
             optimizer step.
-        share_storage: Let vLLM's tensors use Megatron's memory where layout and dtype are the same.
         delta: With `always`, a sync sends only the elements that changed since the last one, where that is known: of
             bfloat16 weights that vLLM keeps as they are loaded. With `auto`, it does so if it is expected to take less
             time, with finding, encoding and writing these elements, than sending all; the event `sync_choice` says what
             was chosen and why. With `never`, every sync sends all elements.
-        keep_loader_layout: Keep a second copy, as it is loaded, of each tensor that vLLM packs or permutes for its
-            kernels, so that `delta` applies to it. Without, these tensors are always sent in full.
-        anchor_every: Every N-th sync sends all elements; `null`: only those for which changes are not known.
         shared_memory: With `auto`, ranks of one node on CPU read messages in the sender's memory, where the operating
             system allows it. With `never`, all messages are sent.
     """
@@ -288,10 +284,7 @@ class Sync:
     bucket_mib: Mebibytes = 64.0
     verify: Interval = "never"
     overlap: bool = True
-    share_storage: bool = False
     delta: Literal["auto", "always", "never"] = "auto"
-    keep_loader_layout: bool = False
-    anchor_every: Repeats | None = None
     shared_memory: Literal["auto", "never"] = "auto"
 
     @property

@@ -171,12 +171,4 @@ GPU_CHECKS = (
         BOTH_ENGINES,
         {"family": "dense", "keeps": True},
     ),
-    Check(
-        "shared_storage",
-        "vLLM's tensors in Megatron's memory",
-        CHECKS + "engines:live_sync",
-        180,
-        BOTH_ENGINES,
-        {"family": "dense", "shares": True},
-    ),
 )

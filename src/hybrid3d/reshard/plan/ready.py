@@ -16,7 +16,6 @@ def required_optimizer_buckets(
     optimizer_buckets: Mapping[str, int],
     num_buckets: int,
     all_reduce_max: AllReduceMax,
-    shared: Mapping[int | None, int] | None = None,
 ) -> list[int]:
     """Return, for each bucket of a rank's plan, the optimizer bucket after which all ranks may start it.
 
@@ -33,13 +32,11 @@ def required_optimizer_buckets(
             a tensor that is not updated.
         num_buckets: the number of buckets of the whole plan, including those in which this rank has no transfer.
         all_reduce_max: the element-wise maximum over all ranks.
-        shared: by layer, the optimizer bucket that updates the last tensor of the layer that both engines share in
-            memory, and that is therefore not transferred.
     """
     required = [-1] * num_buckets
     for bucket in plan.buckets:
         # what is handed on arrives in an earlier bucket, and needs no more than that one does
         sent = (optimizer_buckets.get(t.name, -1) for t in bucket.transfers if t.src == plan.rank and not t.relayed)
-        required[bucket.number] = max((shared or {}).get(bucket.layer, -1), *sent, -1)
+        required[bucket.number] = max(sent, default=-1)
     on_all_ranks = list(accumulate(all_reduce_max(required), max))
     return [on_all_ranks[bucket.number] for bucket in plan.buckets]

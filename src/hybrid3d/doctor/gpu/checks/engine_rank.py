@@ -29,7 +29,6 @@ def sync_and_generate(
     dtype: str,
     tp: int,
     slots: list[int],
-    shares: bool,
     quantization: Literal["fp8"] | None,
     keeps: bool,
 ) -> dict[str, Any]:
@@ -42,7 +41,7 @@ def sync_and_generate(
     group = distributed.start()
     ranks, rank = group.size(), group.rank()
     runtime.initialize(Train(tp=ranks), seed=1)
-    recipe = recipe_of_rank(folders[0], dtype, tp, shares, ranks, quantization, keeps)
+    recipe = recipe_of_rank(folders[0], dtype, tp, ranks, quantization, keeps)
     policy = Policy(CONFIGS[family], recipe, rank, trainable=False)
     engine = RolloutEngine(recipe, rank, distributed.run_id(), slots)
     sync = WeightSync(recipe, group, policy.weights, engine)
@@ -70,7 +69,6 @@ def sync_and_generate(
         "received_bytes": report.received_bytes,
         "lower_bound_bytes": report.lower_bound_bytes,
         "finalize_bytes": report.finalize_bytes,
-        "shared_bytes": report.shared_bytes,
         "graphs": not engine_settings(recipe)["enforce_eager"],
     }
 

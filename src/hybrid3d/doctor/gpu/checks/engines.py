@@ -1,4 +1,4 @@
-"""Both engines together: live finalization, shared storage, Mixtral at TP2 with CUDA graphs, `plan` and `bench`."""
+"""Both engines together: live finalization, Mixtral at TP2 with CUDA graphs, `plan` and `bench`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ def live_sync(
     device: str,
     family: str,
     ranks: int = 1,
-    shares: bool = False,
     tp: int = 1,
     quantization: Literal["fp8"] | None = None,
     keeps: bool = False,
@@ -45,7 +44,6 @@ def live_sync(
 
     Args:
         ranks: of both engines.
-        shares: let vLLM's tensors use Megatron's memory.
         tp: of vLLM; its groups are over ranks in descending order, as placement may choose.
         quantization: of vLLM's weights.
         keeps: let vLLM keep its weights while it sleeps.
@@ -60,7 +58,6 @@ def live_sync(
             dtype=dtype,
             tp=tp,
             slots=slots,
-            shares=shares,
             quantization=quantization,
             keeps=keeps,
         )
@@ -72,9 +69,8 @@ def live_sync(
         expect(mean <= tolerance, f"{said}, expected at most {tolerance:.0e}")
     changed = all(change > 10 * TOLERANCE[dtype] for change in found["change"])
     expect(changed, "the checkpoints do not differ: nothing was shown")
-    expect(bool(found["shared_bytes"]) == shares, f"{found['shared_bytes']} bytes are shared")
     if device == "cuda":
-        expect(found["graphs"] != shares, "CUDA graphs are captured unless storage is shared")
+        expect(found["graphs"], "CUDA graphs are captured")
 
 
 def plan(record: Record, device: str) -> None:
@@ -133,7 +129,6 @@ def recipe_of_rank(
     folder: str,
     dtype: str,
     tp: int,
-    shares: bool,
     ranks: int,
     quantization: Literal["fp8"] | None = None,
     keeps: bool = False,
@@ -145,9 +140,7 @@ def recipe_of_rank(
         max_new_tokens=ANSWER,
         kv_cache_gib=1 / 16,
         gpu_memory_utilization=0.3,
-        sleep=not shares,
         keep_weights=keeps,
         quantization=quantization,
     )
-    sync = Sync(share_storage=shares, verify="always")
-    return one_rank.recipe_for(Path(folder), dtype, rollout, sync, tp=ranks, micro_batch_size=2)
+    return one_rank.recipe_for(Path(folder), dtype, rollout, Sync(verify="always"), tp=ranks, micro_batch_size=2)
