@@ -149,6 +149,7 @@ def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
 
+@pytest.mark.slow
 def test_a_kl_that_explodes_and_gradients_that_are_not_finite(demo: Path, tmp_path: Path) -> None:
     """The KL coefficient is fixed at step 1 and a batch skipped at step 2; another at step 3 exceeds the limit."""
     demo_folder(tmp_path, demo)

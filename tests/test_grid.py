@@ -22,7 +22,7 @@ from hybrid3d.families.family import GroupedQKV, SameTensor, StackedTensors
 
 pytestmark = [pytest.mark.engines, pytest.mark.grid, pytest.mark.usefixtures("one_thread")]
 
-FEWER = ("mixtral", "deepseek_v2")  # families of which make test has two train layouts, the last ones
+WHOLE = ("qwen2", "deepseek_v3")  # families of which make test has all train layouts; of the others the last two
 HARD = {
     "VPP",
     "uneven PP stages",
@@ -48,7 +48,7 @@ def grid(tiny_checkpoint: Callable[..., Path]) -> Grid:
 @pytest.mark.parametrize(
     ("family", "train"),
     [
-        pytest.param(family, train, marks=[pytest.mark.slow] if family in FEWER and i > 1 else [])
+        pytest.param(family, train, marks=[pytest.mark.slow] if family not in WHOLE and i > 1 else [])
         for family in FAMILIES
         for i, train in enumerate(reversed(LAYOUTS[family][0]))
     ],
@@ -93,7 +93,9 @@ def assert_split_layouts(grid: Grid, family: str, trains: list[dict[str, int]]) 
     return digests
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=[] if family in WHOLE else [pytest.mark.slow]) for family in FAMILIES]
+)
 def test_a_layer_of_each_kind_stands_for_all(grid: Grid, family: str) -> None:
     """Every train layout once, every rollout layout once."""
     trains, rollouts = LAYOUTS[family]
@@ -103,6 +105,7 @@ def test_a_layer_of_each_kind_stands_for_all(grid: Grid, family: str) -> None:
             assert grid.unlike_the_whole(cell) == [], str(cell)
 
 
+@pytest.mark.slow
 def test_the_grid_is_as_large_as_promised(grid: Grid, capsys: pytest.CaptureFixture[str]) -> None:
     """Layouts that differ in replicas only, as CP and DP do, count once; without the families of make test-all."""
     families = tuple(family for family in FAMILIES if family not in MORE)

@@ -95,6 +95,7 @@ def test_exchanged_step_folders_and_those_of_another_run(work: Path, tmp_path: P
     hybrid3d(work, "replay", "runs/one", "--step", "1")
 
 
+@pytest.mark.slow
 def test_serve_uses_the_weights_of_the_checkpoint_and_not_of_its_number(work: Path, tmp_path: Path) -> None:
     run = work / "runs" / "one"
     first = served(work, "one", 2)

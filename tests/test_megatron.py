@@ -72,7 +72,9 @@ ELSEWHERE: dict[str, dict[str, int]] = {"pp2-dp2": dict(pp=2, dp=2), "pp4": dict
 # In make test; the other layouts of these families in make test-all
 QUICK = dict.fromkeys(("llama", "qwen3"), ("tp1-pp1", "tp2-pp2"))
 QUICK |= dict.fromkeys(("mixtral", "deepseek_v2"), ("tp2-ep2",))
-QUICK["deepseek_v3"] = ("tp2-ep2", "tp2-pp2-ep2", "dp4-ep2-etp2", "pp2-first1", "tp2-pp2-packed", "tp2-pp2-budget")
+QUICK["qwen2"] = ("tp2-pp1", "tp2-pp2", "tp2-pp2-vpp2", "pp2-first1", "tp2-pp2-packed")
+QUICK["qwen3_moe"] = ("tp2-ep2-etp2", "tp2-ep2", "pp2-vpp2-ep2", "dp4-ep4", "pp2-vpp2-ep2-packed")
+QUICK["deepseek_v3"] = ("tp2-ep2", "tp2-pp2-ep2", "dp4-ep2-etp2", "tp2-pp2-budget")
 
 
 def plain_layout(family: str) -> str:

@@ -84,6 +84,7 @@ def test_means_are_over_the_policys_tokens_alone(run: Path) -> None:
         assert row["train/grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_held_out_answers_are_conversations_too(run: Path) -> None:
     """Those that transformers holds greedily, token by token, with the weights that the run began with."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -167,6 +167,7 @@ while (response := http.post("/sessions")).status_code != 410:
 """
 
 
+@pytest.mark.slow
 def test_agents_find_the_key_and_their_endpoint_on_loopback_alone(demo: Path, tmp_path: Path) -> None:
     """Without a key in the environment one is made; a stranger on the machine gets no session."""
     work, strangers = demo_folder(tmp_path, demo), set[int]()

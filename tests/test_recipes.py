@@ -80,6 +80,7 @@ while True:
 )
 
 
+@pytest.mark.slow
 def test_deepseek_v3_over_1024_gpus_takes_a_minute_of_one_core_and_8_gib() -> None:
     command = [sys.executable, "-m", "hybrid3d", "plan", f"recipes/{LARGEST}.yaml", "--json"]
     fixed = subprocess.Popen(
