@@ -1,5 +1,5 @@
 """Measure which fraction of the bfloat16 weights each update changes, by learning rate and kind of tensor, beside what
-`train/changed_fraction.py` predicts; print it as Markdown and draw it.
+`benchmarks/predicted_changes.py` predicts; print it as Markdown and draw it.
 
     python recipes/make_demo_llm.py build/demo-llm                   # makes the checkpoint and the data
     python benchmarks/changed_fractions.py > benchmarks/results/changed-fractions-cpu.md
@@ -39,8 +39,8 @@ weight decay. All runs begin with the same weights and prompts. Changed elements
 `train/megatron/changes.py`; after each update the script has found them equal to a comparison with a copy of the
 weights from before it. The tied embedding counts once (a run at PP2 holds it twice).
 
-A prediction (`train/changed_fraction.py`) is made before the update: for update 1 from the weights and lr alone, later
-from the weights, lr, Adam's state after the previous update, and the number of updates. It is the mean over every
+A prediction (`benchmarks/predicted_changes.py`) is made before the update: for update 1 from the weights and lr alone,
+later from the weights, lr, Adam's state after the previous update, and the number of updates. It is the mean over every
 {stride}th element of each matrix.
 
 arXiv 2602.03839 reports that about 99 % of the updates of weights in RL are invisible in BF16, on other models. Two

@@ -44,6 +44,7 @@ def of_rank(model: str, cp: int) -> None:
     from hybrid3d.config.model_shape import ModelShape
     from hybrid3d.inputs.models import read_config
     from hybrid3d.planning.memory import stage_activations
+    from hybrid3d.reshard.move.device import synchronize
     from hybrid3d.rl.batch import Batch
     from hybrid3d.rl.objective import sft_loss
     from hybrid3d.train.megatron import runtime
@@ -82,7 +83,7 @@ def of_rank(model: str, cp: int) -> None:
         before = memory_now(peak=False)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             policy.train_step(batch, sft_loss, recipe)
-        runtime.synchronize()
+        synchronize()
         peak = memory_now(peak=True) - before
         ranks = distributed.gather_objects((sum(saved.values()), peak), dist.group.WORLD)
         rows.append([max(values) for values in zip(*ranks, strict=True)])

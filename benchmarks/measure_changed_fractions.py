@@ -89,7 +89,7 @@ def changed_elements(policy: Any, before: dict[str, Any]) -> ByKind:
 
     from hybrid3d.reshard.delta.changes import unpack_bits
 
-    counts, changes = [], policy.changes.changes(policy.weights.tensors)
+    counts, changes = [], policy.changes.bitmaps()
     for name, tensor in policy.weights.tensors.items():
         bits = unpack_bits(changes[name])[: tensor.numel()]
         compared = (tensor.detach().view(torch.int16) != before[name].view(torch.int16)).flatten()
@@ -102,8 +102,7 @@ def changed_elements(policy: Any, before: dict[str, Any]) -> ByKind:
 def predict(policy: Any, recipe: Any, updates: int) -> dict[str, ByKind]:
     """Return the predictions for the next update: from Adam's state and, for the first one, the learning rate only."""
     import torch
-
-    from hybrid3d.train.changed_fraction import adam_step_size, change_probability
+    from predicted_changes import adam_step_size, change_probability
 
     settings, found = recipe.optimizer, {"predicted": [], "long_run": [], "step_over_lr": []}
     for name, weights, state in tensors_with_state(policy):

@@ -49,6 +49,7 @@ def measure(model: str, case: str) -> dict[str, float]:
     from hybrid3d import distributed
     from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Run, Train
     from hybrid3d.inputs.models import read_config
+    from hybrid3d.reshard.move.device import synchronize
     from hybrid3d.rl.batch import Batch
     from hybrid3d.rl.objective import sft_loss
     from hybrid3d.train.megatron import runtime
@@ -73,10 +74,10 @@ def measure(model: str, case: str) -> dict[str, float]:
     seconds: dict[str, list[float]] = {}
 
     def timed(name: str, act: Callable[[], Any]) -> Any:
-        runtime.synchronize()
+        synchronize()
         start = time.perf_counter()
         result = act()
-        runtime.synchronize()
+        synchronize()
         seconds.setdefault(name, []).append(time.perf_counter() - start)
         return result
 

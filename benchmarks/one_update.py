@@ -37,6 +37,7 @@ def measure(model: str, out: Path) -> dict[bool, list[float]]:
     from hybrid3d.config import Algorithm, Data, Kl, Model, Optimizer, Recipe, Rollout, Run, Train
     from hybrid3d.generation.samples import Sample
     from hybrid3d.inputs.models import read_config
+    from hybrid3d.reshard.move.device import synchronize
     from hybrid3d.run.display import Display
     from hybrid3d.run.folder import RunFolder
     from hybrid3d.run.health import Guard
@@ -75,10 +76,10 @@ def measure(model: str, out: Path) -> dict[bool, list[float]]:
     for step in range(2 * (STEPS + 1)):
         with_pass, samples = step % 2 == 0, [sample() for _ in range(PROMPTS * GROUP)]
         experience.come_from_update = lambda *_, with_pass=with_pass: not with_pass
-        runtime.synchronize()
+        synchronize()
         start = time.perf_counter()
         learner.update(learner.make_experience(samples, step, recipe), step, recipe)
-        runtime.synchronize()
+        synchronize()
         seconds[with_pass].append(time.perf_counter() - start)
     runtime.shutdown()
     return {kind: values[1:] for kind, values in seconds.items()}  # the first is warmup

@@ -38,6 +38,7 @@ def measure(model: str, dtype: str, out: Path) -> dict[str, float]:
     from hybrid3d.config import Algorithm, Data, Kl, Model, Optimizer, Recipe, Rollout, Run, Train
     from hybrid3d.generation.samples import Sample
     from hybrid3d.inputs.models import read_config
+    from hybrid3d.reshard.move.device import synchronize
     from hybrid3d.run.display import Display
     from hybrid3d.run.folder import RunFolder, recorded_folder
     from hybrid3d.run.health import Guard
@@ -81,10 +82,10 @@ def measure(model: str, dtype: str, out: Path) -> dict[str, float]:
     seconds: dict[str, list[float]] = {"step": [], "record": []}
 
     def timed(name: str, act: Callable[[], Any]) -> Any:
-        runtime.synchronize()
+        synchronize()
         start = time.perf_counter()
         result = act()
-        runtime.synchronize()
+        synchronize()
         seconds[name][-1] += time.perf_counter() - start
         return result
 

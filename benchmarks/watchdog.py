@@ -36,6 +36,7 @@ def make_step(model: str) -> Callable[[], None]:
 
     from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Run, Train
     from hybrid3d.inputs.models import read_config
+    from hybrid3d.reshard.move.device import synchronize
     from hybrid3d.rl.batch import Batch
     from hybrid3d.rl.objective import sft_loss
     from hybrid3d.run.metrics import PhaseTimer
@@ -64,7 +65,7 @@ def make_step(model: str) -> Callable[[], None]:
         with PhaseTimer()("train"):
             policy.train_step(batch, sft_loss, recipe)
             policy.end_step()
-            runtime.synchronize()
+            synchronize()
 
     assert dist.is_initialized()
     return step

@@ -65,15 +65,17 @@ def of_rank(path: str) -> None:
     runtime.initialize(recipe.train, recipe.run.seed)
     import torch
 
+    from hybrid3d.reshard.ends import PlainSource
     from hybrid3d.rollout.engine import RolloutEngine
-    from hybrid3d.sync import WeightSync
+    from hybrid3d.sync import weight_sync
     from hybrid3d.train.megatron.build import build_model
     from hybrid3d.train.megatron.source import megatron_weights
 
     config, rank = read_config(recipe.model.path), dist.get_rank()
     trained = megatron_weights(build_model(config, recipe.train, getattr(torch, recipe.model.dtype)), config)
     engine = RolloutEngine(recipe, rank, distributed.run_id(), list(range(recipe.world_size)))
-    sync = WeightSync(recipe, dist.group.WORLD, trained, engine)
+    source = PlainSource(trained.tensors, trained.holdings)
+    sync = weight_sync(recipe, dist.group.WORLD, source, engine.sink())
 
     def run() -> float:
         dist.barrier()

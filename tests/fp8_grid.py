@@ -10,10 +10,10 @@ import torch
 from grid import Grid, MegatronModel
 from hybrid3d.config import Recipe, Rollout, Train
 from hybrid3d.families import is_quantized
-from hybrid3d.reshard.fp8 import BLOCK, SCALE_SUFFIX, split_blocks
-from hybrid3d.reshard.plan.classes import signature_of
-from hybrid3d.reshard.plan.layout import Holdings
-from hybrid3d.reshard.quantized_weights import QuantizedWeights
+from hybrid3d.reshard.ends import PlainSource
+from hybrid3d.reshard.fp8 import BLOCK, SCALE_SUFFIX
+from hybrid3d.reshard.quantized import Quantized
+from quantizing import quantize_together
 
 from vllm.utils.deep_gemm import per_block_cast_to_fp8  # isort: skip
 
@@ -46,22 +46,13 @@ class Fp8Grid(Grid):
 
     def _trained(self, family: str, layout: Train) -> dict[int, MegatronModel]:
         """By rank: what it holds once it has quantized its shards, as the ranks of a sync do together."""
-        found, made = super()._trained(family, layout), {}
-        for rank, model in found.items():
-            made[rank] = QuantizedWeights(model.holdings.pieces, model.tensors, is_quantized, "cpu", keep=False)
-        split = split_blocks(signature_of(Holdings(weights.pieces)) for weights in made.values())
-        every = torch.zeros(sum(blocks.count for blocks in split.values()))
-        for weights in made.values():
-            weights.share(split)
-            weights.allocate()
-            weights.find_largest(every)
-        for weights in made.values():
-            weights.take_largest(every)
-            weights.quantize()
-        self.split = len(every)
+        found = super()._trained(family, layout)
+        sources = {rank: PlainSource(model.tensors, model.holdings) for rank, model in found.items()}
+        made = {rank: Quantized(source, is_quantized, "cpu", keep=False) for rank, source in sources.items()}
+        self.split = quantize_together([*made.values()])
         return {
-            rank: MegatronModel(Holdings(weights.pieces), found[rank].padding, weights.tensors)
-            for rank, weights in made.items()
+            rank: MegatronModel(one.holdings, found[rank].padding, {**found[rank].tensors, **one.made})
+            for rank, one in made.items()
         }
 
 

@@ -20,13 +20,14 @@ from safetensors.torch import load_file
 
 from checkpoints import DENSE, FAMILIES, SPARSE
 from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Train
-from hybrid3d.reshard.move.executor import Executor, NamedTensors
+from hybrid3d.reshard.ends import NamedTensors
+from hybrid3d.reshard.move.executor import Executor
 from hybrid3d.reshard.plan.classes import layer_of, rank_groups
 from hybrid3d.reshard.plan.coverage import check_coverage, lower_bound, network_lower_bound
 from hybrid3d.reshard.plan.layout import Demand, Fill, Holdings
 from hybrid3d.reshard.plan.planner import Transfer, make_plan
 from hybrid3d.rollout.probe import model_of_rank, slot_demands
-from hybrid3d.rollout.sink import RolloutWeights
+from hybrid3d.rollout.sink import VllmSink
 from hybrid3d.train.megatron.build import build_model
 from hybrid3d.train.megatron.probe import holdings_of_all
 from hybrid3d.train.megatron.runtime import as_rank
@@ -303,7 +304,7 @@ class Grid:
         found = []
         for rank in range(rollout.tp * rollout.dp):
             with model_of_rank(recipe, rank) as (model, config):
-                demand = RolloutWeights(model, config, shapes).demand
+                demand = VllmSink(model, config).demand_for(shapes)
             with model_of_rank(recipe, rank, device="cpu") as (model, _):
                 model.load_weights(iter(weights.items()))
                 tensors = dict(model.named_parameters()) | dict(model.named_buffers())

@@ -16,7 +16,7 @@ from hybrid3d.bench import trainer_gather
 from hybrid3d.bench.gathering import Peers
 from hybrid3d.bench.packed_broadcast import PackedBroadcast
 from hybrid3d.bench.trainer_gather import TrainerGather
-from hybrid3d.reshard.move.executor import NamedTensors
+from hybrid3d.reshard.ends import NamedTensors
 from hybrid3d.reshard.plan.box import Box
 from hybrid3d.reshard.plan.classes import layer_of, signature_of
 from hybrid3d.reshard.plan.layout import Demand, Holdings, Piece, View, contiguous_stride

@@ -82,7 +82,7 @@ def test_a_healthy_model_is_proven(family: str, tiny_checkpoint: Callable[..., P
     found = json.loads(printed)
     assert found["proven"] is True
     assert found["rounds"] == 10
-    assert found["syncs_of_changes"] in (4, 5)  # of experts, which vLLM permutes, the first one sends everything
+    assert found["syncs_of_changes"] == 5
     assert list(found["checks"]) == list(CHECKS)
     assert all(check["compared"] > 0 for check in found["checks"].values())
 

@@ -108,6 +108,7 @@ def test_what_can_go_wrong(tiny_checkpoint: Callable[..., Path], tmp_path: Path)
         assert refusal.startswith("vLLM's weights are incomplete")
 
 
+@pytest.mark.slow
 def test_a_cpu_whose_ranks_share_memory_sends_all_elements(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -27,7 +27,7 @@ from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.inputs.models import read_config
 from hybrid3d.reshard.plan.layout import Demand, Shape
 from hybrid3d.rollout.probe import model_of_rank
-from hybrid3d.rollout.sink import RolloutWeights
+from hybrid3d.rollout.sink import VllmSink
 from hybrid3d.train.megatron.probe import expected_shapes
 
 pytestmark = pytest.mark.engines
@@ -116,7 +116,7 @@ def recipe_of(folder: Path, tp: int, dp: int) -> Recipe:
 def both(recipe: Recipe, rank: int, checkpoint: Checkpoint) -> tuple[Demand, dict[str, torch.Tensor]]:
     """The demand of a rank by hybrid3d, and by vLLM."""
     with model_of_rank(recipe, rank) as (model, config):
-        demand = RolloutWeights(model, config, checkpoint.shapes).demand
+        demand = VllmSink(model, config).demand_for(checkpoint.shapes)
     with model_of_rank(recipe, rank) as (model, config), set_current_vllm_config(config):
         return demand, table(of_vllm(model, config.model_config.dtype, checkpoint))
 

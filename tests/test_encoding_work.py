@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten
 from hybrid3d.reshard.delta.changes import pack_bits
 from hybrid3d.reshard.delta.encoding_work import EncodingWork, count_encoding
 from hybrid3d.reshard.delta.executor import DeltaExecutor
-from hybrid3d.reshard.move.executor import NamedTensors
+from hybrid3d.reshard.ends import NamedTensors
 from hybrid3d.reshard.plan.box import Box
 from hybrid3d.reshard.plan.layout import Demand, Holdings, Piece, View
 from hybrid3d.reshard.plan.planner import make_plan

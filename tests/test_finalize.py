@@ -17,7 +17,7 @@ from commands import ROOT
 from hybrid3d.config import load_recipe
 from hybrid3d.inputs.models import read_config
 from hybrid3d.rollout.probe import model_of_rank
-from hybrid3d.rollout.sink import RolloutWeights
+from hybrid3d.rollout.sink import VllmSink
 from hybrid3d.train.megatron.probe import expected_shapes
 
 pytestmark = pytest.mark.engines
@@ -46,7 +46,8 @@ def test_scalars_of_attention_stay_on_the_host(tiny_checkpoint: Callable[..., Pa
         model_config = config.model_config
         with set_current_vllm_config(config), torch.no_grad(), set_default_torch_dtype(model_config.dtype):
             process_weights_after_loading(model, model_config, config.device_config.device)
-        weights = RolloutWeights(model, config, shapes)
+        weights = VllmSink(model, config)
+        weights.demand_for(shapes)
         weights.prepare([0])
         weights.begin()
         weights.open(0)

@@ -28,7 +28,7 @@ from hybrid3d.reshard.fp8 import BLOCK, SCALE_SUFFIX, dequantize, kind_of, quant
 from hybrid3d.rollout.fp8 import names_of
 from hybrid3d.rollout.patches import noting_requantization
 from hybrid3d.rollout.probe import model_of_rank
-from hybrid3d.rollout.sink import RolloutWeights
+from hybrid3d.rollout.sink import VllmSink
 from hybrid3d.train.megatron.probe import expected_shapes
 
 pytestmark = pytest.mark.engines
@@ -131,8 +131,9 @@ def test_engine_says_what_it_would_round_again(tmp_path: Path, family: str) -> N
     shapes = expected_shapes(read_config(str(folder)))
     every = quantized_shapes(shapes, is_quantized)
     with loaded(folder, checkpoint_of(shapes, 1, ())) as (model, config, requantized):
-        sink = RolloutWeights(model, config, every, requantized)
-        kinds = {kind_of(name) for name in sink.rounded_scales() if is_quantized(name)}
+        sink = VllmSink(model, config, requantized)
+        sink.demand_for(every)
+        kinds = sink.rounded_scales
         new = checkpoint_of(shapes, 2, kinds)
         with CountedCasts() as casts:
             sync(sink, new)
@@ -172,7 +173,7 @@ class CountedCasts:
         self._module.per_block_cast_to_fp8 = self._cast
 
 
-def sync(sink: RolloutWeights, weights: dict[str, torch.Tensor]) -> None:
+def sync(sink: VllmSink, weights: dict[str, torch.Tensor]) -> None:
     """Write a checkpoint as the executor does."""
     order = list(dict.fromkeys(sink._layer_of[piece.view.tensor] for piece in sink.demand.pieces))
     sink.prepare(order)

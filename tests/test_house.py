@@ -48,7 +48,7 @@ MAY_IMPORT = {
     "replay": {"errors", "storage", "reshard", "config", "generation", "run"},
     "report": {"errors", "config", "run"},
     "planning": {"errors", "families", "distributed", "reshard", "config", "inputs", "train", "rollout"},
-    "sync": {"distributed", "reshard", "config", "train", "rollout", "run", "planning"},
+    "sync": {"families", "distributed", "reshard", "config", "run", "planning"},
     "bench": {
         *("families", "distributed", "ledger", "reshard", "config", "inputs", "train", "rollout", "run", "planning"),
         *("sync",),

@@ -23,7 +23,7 @@ from hybrid3d.reshard.delta.changes import (
 from hybrid3d.reshard.delta.encoding import decode, encode, entropy_bytes, form_of
 from hybrid3d.reshard.delta.executor import DeltaExecutor, DeltaMessage, DeltaReport, delta_plan
 from hybrid3d.reshard.delta.runs import Elements, RunChanges
-from hybrid3d.reshard.move.executor import NamedTensors
+from hybrid3d.reshard.ends import NamedTensors
 from hybrid3d.reshard.plan.box import Box
 from hybrid3d.reshard.plan.layout import Piece, View
 from hybrid3d.reshard.plan.planner import make_plan

@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid3d import distributed
-from hybrid3d.reshard.move.executor import ExecutionReport, Executor, NamedTensors, run_local_plan
+from hybrid3d.reshard.ends import NamedTensors
+from hybrid3d.reshard.move.executor import ExecutionReport, Executor, run_local_plan
 from hybrid3d.reshard.move.transport import GlooTransport, Transport, make_transport
 from hybrid3d.reshard.plan.box import Box
 from hybrid3d.reshard.plan.classes import layer_of, signature_of

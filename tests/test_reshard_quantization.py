@@ -10,18 +10,18 @@ import torch
 
 from hybrid3d.families import is_quantized
 from hybrid3d.reshard.delta.changes import unpack_bits
+from hybrid3d.reshard.ends import PlainSource
 from hybrid3d.reshard.fp8 import (
     BLOCK,
     SCALE_SUFFIX,
     dequantize,
     quantized_holdings,
     quantized_shapes,
-    split_blocks,
 )
 from hybrid3d.reshard.plan.box import Box
-from hybrid3d.reshard.plan.classes import signature_of
 from hybrid3d.reshard.plan.layout import Holdings, Piece, View
-from hybrid3d.reshard.quantized_weights import QuantizedWeights
+from hybrid3d.reshard.quantized import Quantized
+from quantizing import quantize_together
 
 NAME = "model.layers.3.mlp.down_proj.weight"
 CASES = [((512, 256), 0.02), ((576, 200), 1.0), ((300, 1000), 3e-6), ((256, 256), 0.0)]
@@ -31,40 +31,25 @@ def weight(shape: tuple[int, int], scale: float = 0.1, seed: int = 0) -> torch.T
     return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).bfloat16()
 
 
-def parts_of(whole: torch.Tensor, boxes: list[Box], keep: bool = False) -> QuantizedWeights:
+def parts_of(whole: torch.Tensor, boxes: list[Box]) -> Quantized:
     """A rank that holds these boxes of a tensor, each in memory of its own."""
     tensors, pieces = {}, []
     for number, box in enumerate(boxes):
         own = whole[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))].contiguous()
         tensors[f"part{number}"] = own
         pieces.append(Piece(NAME, box, View(f"part{number}", 0, own.stride()), "bfloat16"))
-    return QuantizedWeights(pieces, tensors, is_quantized, "cpu", keep)
+    return Quantized(PlainSource(tensors, Holdings(tuple(pieces))), is_quantized, "cpu", keep=False)
 
 
-def quantize_together(ranks: list[QuantizedWeights]) -> int:
-    """Let ranks quantize their parts; return how many blocks they agree on."""
-    split = split_blocks(signature_of(Holdings(rank.pieces)) for rank in ranks)
-    every = torch.zeros(sum(blocks.count for blocks in split.values()))
-    for rank in ranks:
-        rank.share(split)
-        rank.allocate()
-        rank.find_largest(every)
-    for rank in ranks:
-        rank.take_largest(every)
-        rank.quantize()
-    return len(every)
-
-
-def whole_of(ranks: list[QuantizedWeights], shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+def whole_of(ranks: list[Quantized], shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
     """The FP8 values and the scales that ranks have together; each element once."""
     scales_shape = quantized_shapes({NAME: shape}, is_quantized)[f"{NAME}{SCALE_SUFFIX}"]
     found = {NAME: torch.zeros(shape), f"{NAME}{SCALE_SUFFIX}": torch.zeros(scales_shape)}
     times = {name: torch.zeros(tensor.shape) for name, tensor in found.items()}
     for rank in ranks:
-        for piece in rank.pieces:
+        for piece in rank.holdings.pieces:
             here = tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))
-            local = rank.tensors[piece.view.tensor].float().clone()
-            found[piece.name][here] = local.as_strided(piece.box.size, piece.view.stride, piece.view.offset)
+            found[piece.name][here] = rank.read(piece).float()
             times[piece.name][here] += 1
     assert all(bool((count == 1).all()) for count in times.values())
     return found[NAME], found[f"{NAME}{SCALE_SUFFIX}"]
@@ -139,7 +124,7 @@ def test_pieces_of_rows_that_follow_are_one_region() -> None:
     whole = weight((256, 128))
     rank = parts_of(whole, [Box((64 * i, 0), (64, 128)) for i in (2, 0, 3, 1)])
     assert quantize_together([rank]) == 0
-    assert [piece.box for piece in rank.pieces] == [Box.full((256, 128)), Box.full((2, 1))]
+    assert [piece.box for piece in rank.holdings.pieces] == [Box.full((256, 128)), Box.full((2, 1))]
     one = parts_of(whole, [Box.full((256, 128))])
     quantize_together([one])
     assert torch.equal(whole_of([rank], (256, 128))[0], whole_of([one], (256, 128))[0])
@@ -157,19 +142,19 @@ def test_other_tensors_are_left_alone() -> None:
 
 
 def test_changes_are_those_of_values_and_scales() -> None:
-    whole = weight((256, 256))
-    rank = parts_of(whole, [Box.full((256, 256))], keep=True)
+    own = weight((256, 256))
+    held = Piece(NAME, Box.full((256, 256)), View("own", 0, (256, 1)), "bfloat16")
+    rank = Quantized(PlainSource({"own": own}, Holdings((held,))), is_quantized, "cpu", keep=True)
     quantize_together([rank])
-    rank.clear_changes()
-    before = {name: rank.tensors[name].clone() for name in rank.changes()}
-    own = rank.tensors["part0"]
+    rank.changes.clear()
+    before = {piece.name: rank.read(piece).clone() for piece in rank.holdings.pieces}
     own[3, 5] *= 1.5
     own[200, 200] = 10.0  # the largest of its block, whose scale changes
-    rank.allocate()
-    rank.quantize()
-    for name, bits in rank.changes().items():
-        differ = before[name].view(torch.uint8) != rank.tensors[name].view(torch.uint8)
-        differ = differ.view(*before[name].shape, before[name].itemsize).any(-1).flatten()
-        assert torch.equal(unpack_bits(bits)[: len(differ)], differ)
+    quantize_together([rank])
+    for piece in rank.holdings.pieces:
+        old, new = before[piece.name], rank.read(piece)
+        differ = old.view(torch.uint8) != new.view(torch.uint8)
+        differ = differ.view(*old.shape, old.itemsize).any(-1).flatten()
+        assert torch.equal(unpack_bits(rank.changes.bitmaps()[piece.view.tensor])[: len(differ)], differ)
         assert differ.any()
-    assert int(unpack_bits(rank.changes()[NAME])[: 128 * 256].sum()) == 1
+    assert int(unpack_bits(rank.changes.bitmaps()[NAME])[: 128 * 256].sum()) == 1

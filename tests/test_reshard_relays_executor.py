@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from hybrid3d import distributed
 from hybrid3d.reshard.delta.changes import pack_bits
 from hybrid3d.reshard.delta.executor import DeltaExecutor
-from hybrid3d.reshard.move.executor import Executor, NamedTensors
+from hybrid3d.reshard.ends import NamedTensors
+from hybrid3d.reshard.move.executor import Executor
 from hybrid3d.reshard.move.transport import Transport, make_transport
 from hybrid3d.reshard.plan.box import Box
 from hybrid3d.reshard.plan.classes import layer_of

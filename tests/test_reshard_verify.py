@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid3d.reshard.move.executor import ExecutionReport, Executor, NamedTensors
+from hybrid3d.reshard.ends import NamedTensors
+from hybrid3d.reshard.move.executor import ExecutionReport, Executor
 from hybrid3d.reshard.plan.layout import Demand, Holdings
 from hybrid3d.reshard.plan.planner import make_plan
 from test_reshard_executor import canonical, large_world, memories, write_pieces

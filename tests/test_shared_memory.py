@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 
 from hybrid3d.distributed import is_lost_peer
 from hybrid3d.reshard.delta.executor import DeltaExecutor
-from hybrid3d.reshard.move.executor import NamedTensors
+from hybrid3d.reshard.ends import NamedTensors
 from hybrid3d.reshard.move.lent_memory import Place, SharedBuffer, SharedMemory, map_buffer
 from hybrid3d.reshard.move.transport import make_transport
 from hybrid3d.reshard.plan.box import Box

@@ -12,7 +12,8 @@ import torch
 from checkpoints import FAMILIES
 from grid import LAYOUTS, Cell, Grid, rollout_of
 from hybrid3d.config import Train
-from hybrid3d.reshard.move.executor import Executor, NamedTensors
+from hybrid3d.reshard.ends import NamedTensors
+from hybrid3d.reshard.move.executor import Executor
 from hybrid3d.reshard.move.verify import TransferChecksums
 from hybrid3d.reshard.plan.planner import make_plan
 from worlds import LocalTransport, Mailbox, run_in_threads

@@ -21,7 +21,7 @@ def test_a_rank_has_a_source_a_sink_or_both(tmp_path: Path) -> None:
         for version in (7, 8):
             assert one[f"wrong {version}"] == []
             assert one[f"version {version}"] == version
-        assert one["resets"] == 2
+        assert one["commits"] == 2
     # rank 1 wants rows 4 to 12 and holds 8 to 12; rank 2 wants all 12 and holds none
     received = [0, 4 * ROW * TENSORS, 12 * ROW * TENSORS]
     for version in (7, 8):

@@ -39,6 +39,7 @@ from hybrid3d.launch_environment import (
 from hybrid3d.patches import pickled, unpickled
 
 __all__ = [
+    "GroupExchange",
     "LostPeer",
     "RoleGroups",
     "adopt_slurm",
@@ -366,3 +367,33 @@ def all_reduce_max(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int
     tensor = torch.tensor(numbers, dtype=torch.int64)
     dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
     return tensor.tolist()
+
+
+class GroupExchange:
+    """The collectives of a process group (`reshard.ends.Exchange`), whose members may have other ranks in plans.
+
+    Attributes:
+        group: the process group.
+        rank: this rank, as plans name it.
+        ranks: that of each member.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int] | None = None):
+        """
+        Args:
+            ranks: the rank of each member, by default that in the group.
+        """
+        self.group, self.ranks = group, ranks or range(group.size())
+        self.rank = self.ranks[group.rank()]
+
+    def unique(self, value: Any) -> list[tuple[list[int], Any]]:
+        return [([self.ranks[m] for m in members], found) for members, found in gather_unique(value, self.group)]
+
+    def minimum(self, number: int) -> int:
+        return all_reduce_min(number, self.group)
+
+    def maximum(self, numbers: Sequence[int]) -> list[int]:
+        return all_reduce_max(numbers, self.group)
+
+    def maximum_of(self, values: torch.Tensor) -> None:
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)

@@ -36,7 +36,7 @@ def check(options: answers.Options) -> answers.Answers:
 def _problems(recipe: Any, rank: int, shapes: Any, waits: Any) -> Iterator[str]:
     from audit.host_waits import GPU
     from hybrid3d.rollout.probe import model_of_rank
-    from hybrid3d.rollout.sink import RolloutWeights
+    from hybrid3d.rollout.sink import VllmSink
 
     with model_of_rank(recipe, rank, device="cpu") as (truth, config):
         _know_peers(recipe)
@@ -46,7 +46,8 @@ def _problems(recipe: Any, rank: int, shapes: Any, waits: Any) -> Iterator[str]:
         _load(model, config, _weights(shapes, 0))  # an engine that has started
         places = {name: tensor.data_ptr() for name, tensor in _tensors(model).items()}
         config.device_config.device = GPU
-        sink = RolloutWeights(model, config, shapes)
+        sink = VllmSink(model, config)
+        sink.demand_for(shapes)
         order = list(dict.fromkeys(sink._layer_of[piece.view.tensor] for piece in sink.demand.pieces))
         sink.prepare(order)
         waits.calls.clear()

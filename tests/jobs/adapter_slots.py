@@ -97,7 +97,7 @@ def main(out: str, model: str, adapters: str, rollout_tp: int, layout: str) -> N
         "bytes": [(r.received_bytes, r.lower_bound_bytes) for r in (first, second)],
         "network_bytes": second.network_bytes,
         "recipe": recipe_to_yaml(recipe),
-        "wanted": sync.lower_bound,
+        "wanted": second.lower_bound_bytes,
         "held": {name: matrix.nbytes for name, matrix in matrices.items()},
         "slots": sum(tensor.nbytes for tensor in own.values()),
         "corrupted": [*first.corrupted, *second.corrupted],

@@ -20,7 +20,7 @@ from hybrid3d import distributed
 from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Sync, Train
 from hybrid3d.generation.engine import GenerationRequest, StaleWeights
 from hybrid3d.rollout.engine import RolloutEngine
-from hybrid3d.sync import CorruptSync, WeightSync
+from hybrid3d.sync import CorruptSync, WeightSync, policy_sync
 from hybrid3d.train.megatron import runtime
 from hybrid3d.train.megatron.policy import Policy
 
@@ -141,7 +141,7 @@ def main() -> None:
     policy = Policy(json.loads((Path(checkpoint) / "config.json").read_text()), recipe, rank, trainable=False)
     engine = RolloutEngine(recipe, rank, distributed.run_id(), range(4))
     said = {"before": generate(engine)}
-    sync = WeightSync(recipe, group, policy.weights, engine)
+    sync = policy_sync(recipe, group, policy, engine)
     sync.run(0, verify=True)
     said["peers"] = "" if sync.transport.shared_memory is None else str(sorted(sync.transport.shared_memory.peers))
     said["synced"] = generate(engine)

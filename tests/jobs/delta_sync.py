@@ -4,8 +4,8 @@
 
 Real updates change the weights, two before each sync; every other sync overlaps the last of them. With MODE=faults, the
 last layout goes on with what can go wrong, and at last rank 3 is killed in the middle of a sync: then each of the other
-ranks writes OUT.json.<rank>. With MODE=fp8, vLLM's weights are in FP8 with block scales. With MODE=auto, the sync chooses what
-it sends.
+ranks writes OUT.json.<rank>. With MODE=fp8, vLLM's weights are in FP8 with block scales. With MODE=auto, the sync
+chooses what it sends.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from hybrid3d.reshard.delta.changes import unpack_bits
 from hybrid3d.reshard.files import load_files
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.objective import sft_loss
-from hybrid3d.sync import WeightSync
+from hybrid3d.sync import weight_sync
 from hybrid3d.train.megatron import runtime
 from hybrid3d.train.megatron.policy import Policy
 
@@ -70,10 +70,7 @@ class Case:
     def __init__(self, folder: str, recipe: Recipe, rank: int, engine: Engine, landed: Landed):
         self.folder, self.recipe, self.rank, self.engine, self.landed = folder, recipe, rank, engine, landed
         self.policy = Policy(json.loads((Path(folder) / "config.json").read_text()), recipe, rank, trainable=True)
-        policy = self.policy
-        self.sync = WeightSync(
-            recipe, dist.group.WORLD, policy.weights, engine, policy.optimizer_buckets, policy.changes
-        )
+        self.sync = weight_sync(recipe, dist.group.WORLD, self.policy.source(), engine.sink(), overlaps=True)
         self.results: list[dict] = []
         self.number = 0
 
@@ -122,7 +119,7 @@ class Case:
     def tracked(self, before: dict[str, torch.Tensor]) -> dict[str, int]:
         """Elements that changed, those of them whose bit is not set, and bits that are set of others."""
         counts = {"changed": 0, "missed": 0, "extra": 0, "untracked": 0}
-        changes = self.policy.changes.changes(self.policy.weights.tensors)
+        changes = self.policy.changes.bitmaps()
         for name, old in before.items():
             if name not in changes:
                 counts["untracked"] += 1

@@ -37,7 +37,7 @@ def prove(rank: int, case: dict, ident: str, kept: list) -> list[dict]:
         one.update(hook=one.hook)
         early = one.sync._early_bytes
         one.finish("overlapped" if delta == "never" else "changes")
-        one.results[-1] |= {"early_bytes": early, "split": len(one.sync._quantization._split)}
+        one.results[-1] |= {"early_bytes": early, "split": len(one.sync.source._split)}
         results += one.results
         for module in one.policy._modules:
             module.__dict__.clear()

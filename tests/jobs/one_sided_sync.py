@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 3 one_sided_sync.py FOLDER
 
-Each rank writes FOLDER/<rank>.json: what landed after two syncs, the report, and the engine's versions.
+Each rank writes FOLDER/<rank>.json: what landed after two syncs, the report, and the sink's versions.
 """
 
 import json
@@ -14,11 +14,10 @@ import torch.distributed as dist
 
 from hybrid3d import distributed
 from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Run, Sync, Train
-from hybrid3d.reshard.move.executor import NamedTensors
+from hybrid3d.reshard.ends import PlainSink, PlainSource
 from hybrid3d.reshard.plan.box import Box
-from hybrid3d.reshard.plan.layout import Demand, Piece, View
-from hybrid3d.sync import WeightSync
-from hybrid3d.train.megatron.source import MegatronWeights
+from hybrid3d.reshard.plan.layout import Demand, Holdings, Piece, View
+from hybrid3d.sync import weight_sync
 
 SHAPE = 12, 4  # of each of the tensors, of which one is in no layer
 NAMES = ["model.layers.0.weight", "model.layers.1.weight", "model.norm.weight"]
@@ -31,38 +30,21 @@ def pieces(first: int, rows: int) -> tuple[Piece, ...]:
     return tuple(Piece(name, Box((first, 0), (rows, SHAPE[1])), View(name, 0, view), "float32") for name in NAMES)
 
 
-class Landing(NamedTensors):
-    """A sink of plain tensors, with what the session of a sync asks of vLLM's weights."""
-
-    finalize_bytes = 0
+class Landing(PlainSink):
+    """A sink of plain tensors, and how often they were committed."""
 
     def __init__(self, first: int, rows: int):
-        self.demand = Demand(pieces(first, rows))
         self.tensors = {name: torch.full((rows, SHAPE[1]), torch.nan) for name in NAMES}
-        super().__init__(self.tensors)
+        self.commits = 0
+        super().__init__(self.tensors, Demand(pieces(first, rows)))
 
-    def prepare(self, layers: list) -> None: ...
-
-    def begin(self) -> None: ...
-
-    def end(self) -> None: ...
-
-
-class Engine:
-    """What a sync asks of an engine."""
-
-    weight_version: int | None = None
-    discards_weights = False
-
-    def __init__(self, sink: Landing):
-        self.sink, self.resets = sink, 0
-
-    def weights(self, shapes: dict) -> Landing:
+    def demand_for(self, shapes: dict) -> Demand:
         assert shapes == dict.fromkeys(NAMES, SHAPE)
-        return self.sink
+        return super().demand_for(shapes)
 
-    def reset_cache(self) -> None:
-        self.resets += 1
+    def commit(self, version: int) -> None:
+        self.commits += 1
+        super().commit(version)
 
 
 def values(name: str, version: int) -> torch.Tensor:
@@ -84,32 +66,32 @@ def main(folder: Path) -> None:
         optimizer=Optimizer(lr=0.0),
         run=Run(steps=1),
     )
-    trained = engine = None
+    tensors = source = sink = None
     if rank in HELD:
         tensors = {name: torch.empty(HELD[rank][1], SHAPE[1]) for name in NAMES}
-        trained = MegatronWeights(tensors, pieces(*HELD[rank]), ())
+        source = PlainSource(tensors, Holdings(pieces(*HELD[rank])), dict.fromkeys(NAMES, 0))
     if rank in WANTED:
-        engine = Engine(Landing(*WANTED[rank]))
-    sync = WeightSync(recipe, group, trained, engine, dict.fromkeys(NAMES, 0) if trained else None)
+        sink = Landing(*WANTED[rank])
+    sync = weight_sync(recipe, group, source, sink)
     said: dict = {"lower_bound": sync.lower_bound}
     for version in (7, 8):
-        if trained is not None:
+        if tensors is not None:
             first, rows = HELD[rank]
-            for name, tensor in trained.tensors.items():
+            for name, tensor in tensors.items():
                 tensor.copy_(values(name, version)[first : first + rows])
         if version == 7:
             report = sync.run(version, verify=True)
         else:  # as beside an update: a rank that does not train has no bucket to report
             sync.begin(version, verify=True)
-            if trained is not None:
+            if tensors is not None:
                 sync.bucket_ready(0, last=True)
             report = sync.finish()
-        if engine is not None:
+        if sink is not None:
             first, rows = WANTED[rank]
-            wrong = [n for n in NAMES if not engine.sink.tensors[n].equal(values(n, version)[first : first + rows])]
-            said[f"wrong {version}"], said[f"version {version}"] = wrong, engine.weight_version
+            wrong = [n for n in NAMES if not sink.tensors[n].equal(values(n, version)[first : first + rows])]
+            said[f"wrong {version}"], said[f"version {version}"] = wrong, sink.version
         said[f"received {version}"], said[f"corrupted {version}"] = report.received_bytes, report.corrupted
-    said["resets"] = None if engine is None else engine.resets
+    said["commits"] = None if sink is None else sink.commits
     (folder / f"{rank}.json").write_text(json.dumps(said))
     dist.barrier(group)
     dist.destroy_process_group()

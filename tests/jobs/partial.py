@@ -18,7 +18,7 @@ from hybrid3d.config import Algorithm, Async, Data, Model, Optimizer, Recipe, Ro
 from hybrid3d.generation.engine import Completion, GenerationRequest, Sampling, StaleWeights
 from hybrid3d.inputs.models import read_config
 from hybrid3d.rollout.engine import RolloutEngine
-from hybrid3d.sync import WeightSync
+from hybrid3d.sync import policy_sync
 from hybrid3d.train.megatron import runtime
 from hybrid3d.train.megatron.policy import Policy
 
@@ -108,7 +108,7 @@ def main(folder: str, out: Path) -> None:
         engine.submit({}, 0)
     except StaleWeights as error:
         said["stale"] = str(error)
-    WeightSync(recipe, group, policy.weights, engine).run(3)
+    policy_sync(recipe, group, policy, engine).run(3)
     engine._sleeps = True  # vLLM's own account of it is kept on a CPU, too; only its worker frees nothing there
     lengths = [1, 30, 17, 5, 23, 4, 6, 30]
     prompts = [[5, 7, 11, 13 + engine.replica, 17 + n] for n in range(len(lengths))]

@@ -25,7 +25,7 @@ from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.generation.evaluation import EvalResult
 from hybrid3d.generation.samples import RolloutBatch, Sample
 from hybrid3d.inputs.models import read_config
-from hybrid3d.reshard.move.executor import NamedTensors
+from hybrid3d.reshard.ends import NamedTensors
 from hybrid3d.run.display import Display
 from hybrid3d.run.folder import RunFolder, checkpoint_folder
 from hybrid3d.run.health import Guard

@@ -31,7 +31,7 @@ from hybrid3d.rl.data import Example
 from hybrid3d.rl.objective import sft_loss
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.run.metrics import StepMetrics
-from hybrid3d.sync import WeightSync
+from hybrid3d.sync import policy_sync
 from hybrid3d.train.megatron import runtime
 from hybrid3d.train.megatron.policy import Policy
 from hybrid3d.trainer.router_replay import expert_metrics, with_expert_choices
@@ -203,8 +203,8 @@ def main(path: str, out: Path) -> None:
     runtime.initialize(recipe.train, seed=1)
     engine = RolloutEngine(recipe, rank, distributed.run_id(), range(ranks))
     preempted = count_preemptions(engine)
-    weights = Policy(read_config(spec["folder"]), recipe, rank, trainable=False).weights
-    WeightSync(recipe, group, weights, engine).run(1)
+    policy = Policy(read_config(spec["folder"]), recipe, rank, trainable=False)
+    policy_sync(recipe, group, policy, engine).run(1)
     samples = generate(engine)
     runtime.shutdown()
     found: dict[str, Any] = {"samples": samples, "scrambled": scrambled(samples, 8), "preempted": len(preempted)}

@@ -18,7 +18,7 @@ from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, 
 from hybrid3d.generation.engine import Completion, GenerationRequest, Sampling
 from hybrid3d.inputs.models import read_config
 from hybrid3d.rollout.engine import RolloutEngine
-from hybrid3d.sync import WeightSync
+from hybrid3d.sync import policy_sync
 from hybrid3d.train.megatron import runtime
 from hybrid3d.train.megatron.policy import Policy
 
@@ -96,7 +96,7 @@ def main(folder: str, stop: str, out: Path) -> None:
     runtime.initialize(recipe.train, seed=1)
     policy = Policy(read_config(folder), recipe, group.rank(), trainable=False)
     engine = RolloutEngine(recipe, group.rank(), distributed.run_id(), range(2))
-    WeightSync(recipe, group, policy.weights, engine).run(0)
+    policy_sync(recipe, group, policy, engine).run(0)
     greedy = [GenerationRequest([30 + n, 7, 40 + 3 * n], LENGTH, [0]) for n in range(PROMPTS)]
     said: dict = {"greedy": as_json(engine.generate(greedy, 0))}
     for name, sampling in SETTINGS.items():

@@ -43,8 +43,8 @@ from hybrid3d.reshard.plan.planner import Transfer
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rollout import engine as rollout_engine
 from hybrid3d.rollout import finalize as units
-from hybrid3d.rollout import sink as rollout_weights
-from hybrid3d.sync import WeightSync
+from hybrid3d.rollout.sink import DERIVED_PARAMETERS
+from hybrid3d.sync import WeightSync, weight_sync
 from hybrid3d.train.megatron import runtime
 from hybrid3d.train.megatron.policy import Policy
 
@@ -118,9 +118,7 @@ class Engine(rollout_engine.RolloutEngine):
                 found[f"{path}.linear"] = method.apply(module, inputs, module.bias)
             elif hasattr(module, "experts") and not hasattr(module, "layers"):
                 found[f"{path}.block"] = self._block(module)
-            derived = {
-                name: getattr(module, name) for name in rollout_weights.DERIVED_PARAMETERS if hasattr(module, name)
-            }
+            derived = {name: getattr(module, name) for name in DERIVED_PARAMETERS if hasattr(module, name)}
             found |= {f"{path}.{name}": tensor.clone() for name, tensor in derived.items()}
         return found
 
@@ -290,7 +288,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 def compare(engine: Engine, landed: Landed, truth: tuple) -> dict:
     _, before, outputs, logprobs = truth
     live, computed = tensors_of(engine.model), engine.outputs()
-    assert live.keys() - before.keys() <= {n for n in live if n.endswith(rollout_weights.DERIVED_PARAMETERS)}
+    assert live.keys() - before.keys() <= {n for n in live if n.endswith(DERIVED_PARAMETERS)}
     got = {name: landed.tensors[name] if name in landed.tensors else live[name] for name in before}
     return {
         "landed": len(landed.tensors),
@@ -365,7 +363,7 @@ def prove(
         recipe = recipe_for(folders[0], layout, rollout_tp, dtype, small if last else 64, lends)
         policy = Policy(config, recipe, rank, trainable=False)
         weights, before = policy.weights, engine.addresses()
-        sync = WeightSync(recipe, dist.group.WORLD, weights, engine)
+        sync = weight_sync(recipe, dist.group.WORLD, policy.source(), engine.sink())
         result = {"family": family, "dtype": dtype, "train": vars(layout), "rollout_tp": rollout_tp, "rank": rank}
         result["recipe"], result["slots"] = recipe_to_yaml(recipe), slots
         result["last"] = last

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from hybrid3d.bench.wire import Wire
 from hybrid3d.config import Recipe
 from hybrid3d.distributed import RoleGroups, gather_objects
+from hybrid3d.reshard.move.device import device, synchronize
 from hybrid3d.reshard.move.transport import Transport, make_transport
-from hybrid3d.train.megatron.runtime import device, groups_by_axis, synchronize
+from hybrid3d.train.megatron.runtime import groups_by_axis
 
 PROBE_BYTES = 1 << 20
 MAX_BYTES = 1 << 28

@@ -66,6 +66,7 @@ def scale_recipe(recipe: Recipe, scale: Scale, changed: float | None = None) -> 
     smaller = replace(
         recipe,
         name=name,
+        lora=None,  # the model's own weights are synced
         model=replace(recipe.model, path=str(Path(recipe.run.dir) / name / "model")),
         rollout=replace(rollout, max_model_len=128, max_new_tokens=8, kv_cache_gib=1 / 16),
     ).without_reward_ranks()

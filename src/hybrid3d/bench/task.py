@@ -23,34 +23,19 @@ from hybrid3d.config.interval import is_due
 from hybrid3d.distributed import RoleGroups, wait_for_all
 from hybrid3d.inputs.models import read_config
 from hybrid3d.reshard.delta.executor import DeltaExecutor
-from hybrid3d.reshard.move.executor import Executor, NamedTensors
-from hybrid3d.reshard.plan.classes import Signature, layer_of
-from hybrid3d.reshard.plan.layout import Demand
+from hybrid3d.reshard.ends import NOTHING_TRACKED, NoSink, NoSource, PlainSource, WeightSink, WeightSource
+from hybrid3d.reshard.move.device import device, synchronize
+from hybrid3d.reshard.move.executor import Executor
+from hybrid3d.reshard.plan.classes import Signature, canonical_shapes, layer_of
 from hybrid3d.rollout.engine import RolloutEngine
-from hybrid3d.rollout.sink import RolloutWeights
-from hybrid3d.sync import WeightSync
+from hybrid3d.sync import weight_sync
 from hybrid3d.train.megatron.build import build_model
-from hybrid3d.train.megatron.runtime import device, gather_groups, synchronize
-from hybrid3d.train.megatron.source import MegatronWeights, canonical_shapes, megatron_weights
+from hybrid3d.train.megatron.runtime import gather_groups
+from hybrid3d.train.megatron.source import MegatronWeights, megatron_weights
 
 ProgressCallback = Callable[[str], None]
 CHECKED = ("hybrid3d", "gather", "packed_broadcast", "trainer_gather", "delta", "gathered_delta")
 T = TypeVar("T")
-
-
-class NoRolloutWeights(NamedTensors):
-    """Stands for vLLM's weights on a rank that only trains."""
-
-    demand, finalize_bytes = Demand((), ()), 0
-
-    def __init__(self) -> None:
-        super().__init__({})
-
-    def begin(self) -> None: ...
-
-    def end(self) -> None: ...
-
-    def skip(self, layer: int | None) -> None: ...
 
 
 class CheckedSink:
@@ -59,7 +44,7 @@ class CheckedSink:
     If expected weights are set, it compares each layer with them as soon as the layer is written.
     """
 
-    def __init__(self, sink: RolloutWeights | NoRolloutWeights, dtypes: Mapping[str, str]):
+    def __init__(self, sink: WeightSink, dtypes: Mapping[str, str]):
         self._sink = sink
         self._dtypes = dtypes
         self.expected: SyntheticWeights | None = None
@@ -104,18 +89,23 @@ class Bench:
             model = build_model(config, recipe.train, getattr(torch, recipe.model.dtype))
             self._trained = megatron_weights(model, config)
         self._engine: RolloutEngine | None = None
+        sink: WeightSink = NoSink()
         if group.rank() in roles["generation"]:
             self._engine = RolloutEngine(recipe, groups.own.rank(), distributed.run_id(), slots)
+            sink = self._engine.sink()
         on_progress("planning")
         self._weights = SyntheticWeights(0, 1, changed or 0.0)
         self._changes: SyntheticChanges | None = None
         if changed is not None and self._trained is not None:
             self._changes = SyntheticChanges.create(self._weights, self._trained.holdings, self._trained.tensors)
+        source: WeightSource = NoSource()
+        if self._trained is not None:
+            source = PlainSource(
+                self._trained.tensors, self._trained.holdings, changes=self._changes or NOTHING_TRACKED
+            )
         transport_group = groups.weights if recipe.is_split else None
-        self._sync = sync = WeightSync(
-            recipe, group, self._trained, self._engine, changes=self._changes, transport_group=transport_group
-        )
-        self._wanted = NoRolloutWeights() if self._engine is None else sync.sink
+        self._sync = sync = weight_sync(recipe, group, source, sink, transport_group=transport_group)
+        self._wanted = sync.sink
         if changed is not None:  # the first sync finds out which tensors can be sent sparsely
             self._fill(self._weights)
             sync.run(0)
@@ -275,7 +265,7 @@ class Bench:
             "delta_network_bytes": done.network_bytes,
             "sparse_bytes": sum(piece.nbytes for piece in pieces),
             "max_delta_staging_bytes": done.staging_bytes + done.lent_bytes,
-            "max_bitmap_bytes": (0 if self._changes is None else self._changes.nbytes) + done.scratch_bytes,
+            "max_bitmap_bytes": sum(bits.nbytes for bits in self._bits.values()) + done.scratch_bytes,
             "delta_operations": self._delta.operations,
         }
         if "gathered_delta" in self.methods:

@@ -18,8 +18,8 @@ from hybrid3d.bench.gathering import Peers
 from hybrid3d.bench.packed_broadcast import OpenSink, close_layer
 from hybrid3d.distributed import all_reduce_min, gather_unique
 from hybrid3d.families import is_expert
-from hybrid3d.reshard.ends import Sink, Source
-from hybrid3d.reshard.move.executor import Executor, NamedTensors
+from hybrid3d.reshard.ends import NamedTensors, Sink, Source
+from hybrid3d.reshard.move.executor import Executor
 from hybrid3d.reshard.move.memory import align_up
 from hybrid3d.reshard.move.transport import Transport
 from hybrid3d.reshard.plan.box import Box

@@ -123,12 +123,8 @@ class SyntheticChanges:
             bits[name], elements, changed = pack_bits(flags), elements + tensor.numel(), changed + int(flags.sum())
         return cls(bits, elements, changed)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(bits.nbytes for bits in self.bits.values())
-
-    def changes(self, tensors: Mapping[str, torch.Tensor]) -> Changes:
-        return {name: bits for name, bits in self.bits.items() if name in tensors}
+    def bitmaps(self) -> Changes:
+        return self.bits
 
     def check(self) -> bool:
         return True

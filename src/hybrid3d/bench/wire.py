@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hybrid3d.reshard.move.executor import Executor, NamedTensors
+from hybrid3d.reshard.ends import NamedTensors
+from hybrid3d.reshard.move.executor import Executor
 from hybrid3d.reshard.move.transport import Transport
 from hybrid3d.reshard.plan.layout import Piece
 from hybrid3d.reshard.plan.planner import RankPlan

@@ -175,6 +175,9 @@ def _not_proven(recipe: Recipe, tiny: bool, rounds: int, refused: bool, result: 
     if not result["deltas"] and not refused:
         why = "; ".join(result["dense_reasons"]) or "there was no round for it"
         yield f"syncs of changed elements: {why}"
+    if result["deltas"] and (whole := result["wanted_bytes"] - result["sparse_bytes"]):
+        part = f"{100 * whole / result['wanted_bytes']:.0f} % of the bytes"
+        yield f"changed elements of {part}: vLLM keeps these not as they are loaded, so that they were sent in full"
     if result["checks"]["answers"]["compared"] == 0 and not refused:
         yield "what the engines compute: vLLM 0.32 crashes on a CPU where ranks share experts (rollout.expert_parallel)"
     if tiny:

@@ -8,14 +8,14 @@ import torch
 
 from hybrid3d.bench.values import SyntheticWeights
 from hybrid3d.reshard.delta.changes import Changes, pack_bits
-from hybrid3d.reshard.move.executor import NamedTensors
+from hybrid3d.reshard.ends import NamedTensors
 from hybrid3d.train.megatron.source import MegatronWeights
 
 RELATIVE, ABSOLUTE = 0.05, 0.002  # the largest change of an element: a part of its value, and of those that are 0
 
 
 class NoisyWeights:
-    """A rank's weights in Megatron; what `ChangeTracker` is in a run (`reshard.protocols.ChangeSource`).
+    """A rank's weights in Megatron; what `ChangeTracker` is in a run (`reshard.ends.ChangeSource`).
 
     Only bfloat16 tensors are tracked, as in a run.
     """
@@ -24,9 +24,11 @@ class NoisyWeights:
 
     def __init__(self, weights: MegatronWeights):
         self._weights = weights
-        self._bits: dict[str, torch.Tensor] = {}
+        self._bits = {
+            name: pack_bits(torch.zeros(tensor.numel(), dtype=torch.bool, device=tensor.device))
+            for name, tensor in self._tracked().items()
+        }
         self._changed = 0
-        self.clear()
 
     @torch.no_grad()
     def change(self, number: int, fraction: float) -> None:
@@ -53,12 +55,8 @@ class NoisyWeights:
     def elements(self) -> int:
         return sum(tensor.numel() for tensor in self._tracked().values())
 
-    @property
-    def nbytes(self) -> int:
-        return sum(bits.nbytes for bits in self._bits.values())
-
-    def changes(self, tensors: Mapping[str, torch.Tensor]) -> Changes:
-        return {name: bits for name, bits in self._bits.items() if name in tensors}
+    def bitmaps(self) -> Changes:
+        return self._bits
 
     def check(self) -> bool:
         return True
@@ -68,5 +66,5 @@ class NoisyWeights:
 
     def clear(self) -> None:
         self._changed = 0
-        for name, tensor in self._tracked().items():
-            self._bits[name] = pack_bits(torch.zeros(tensor.numel(), dtype=torch.bool, device=tensor.device))
+        for bits in self._bits.values():
+            bits.zero_()

@@ -18,14 +18,14 @@ from hybrid3d.config import Recipe
 from hybrid3d.families import family_of
 from hybrid3d.generation.engine import Completion, GenerationRequest
 from hybrid3d.inputs.models import read_config
+from hybrid3d.reshard.ends import NamedTensors, PlainSource
 from hybrid3d.reshard.file_index import read_index
 from hybrid3d.reshard.files import CheckpointReader, file_pieces, load_files
-from hybrid3d.reshard.move.executor import NamedTensors
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.rollout.inspection import FreshModel, Inspection
 from hybrid3d.run.health import MAX_EXPLAINED_MISMATCH
-from hybrid3d.sync import CorruptSync, WeightSync
+from hybrid3d.sync import CorruptSync, weight_sync
 from hybrid3d.train.megatron.policy import Policy
 from hybrid3d.trainer.export import write_export
 
@@ -51,7 +51,9 @@ class Certification:
         self._engine = RolloutEngine(recipe, group.rank(), distributed.run_id(), slots)
         self._inspection = Inspection(self._engine)
         self._weights = NoisyWeights(self._policy.weights)
-        self._sync = WeightSync(recipe, group, self._policy.weights, self._engine, changes=self._weights)
+        held = self._policy.weights
+        source = PlainSource(held.tensors, held.holdings, changes=self._weights)
+        self._sync = weight_sync(recipe, group, source, self._engine.sink())
         self._requests = _requests(config["vocab_size"], recipe)
         self._computes = can_compute(recipe)
         self.findings = Findings()
@@ -183,10 +185,15 @@ class Certification:
         """Return what all ranks have found; equal on every rank."""
         every = distributed.gather_objects(self.findings.as_json(), self._group)
         mismatch = max(distributed.gather_objects(self.mismatch, self._group))
+        pieces = self._sync.sink.demand.pieces
+        sparse = sum(piece.nbytes for piece in pieces if piece.name in self._sync.sparse)
+        sizes = distributed.gather_objects((sum(piece.nbytes for piece in pieces), sparse), self._group)
         return {
             "rounds": self.rounds,
             "deltas": len(self.deltas),
             "dense_reasons": sorted(set(self.dense_reasons)),
+            "wanted_bytes": sum(wanted for wanted, _ in sizes),
+            "sparse_bytes": sum(sparse for _, sparse in sizes),
             "mismatch": mismatch,
             "checks": join(every),
         }

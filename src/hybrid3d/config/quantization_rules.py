@@ -25,10 +25,10 @@ def check_quantization(recipe: Recipe) -> Iterator[str]:
             f"{setting}: vLLM 0.32.0 computes with weights in FP8 in bfloat16, and model.dtype={recipe.model.dtype}: "
             "set model.dtype=bfloat16, or leave rollout.quantization out"
         )
-    if recipe.lora is not None:
+    if recipe.syncs_adapters:
         yield (
-            f"lora.sync={recipe.lora.sync}: with {setting} the weights below adapters would be quantized, which this "
-            "version does not support: leave one of them out"
+            f"lora.sync=adapter: with {setting} the weights below adapters would be quantized, which this version does "
+            "not support: set lora.sync=merged, or leave rollout.quantization out"
         )
 
 

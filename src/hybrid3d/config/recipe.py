@@ -9,6 +9,7 @@ from hybrid3d.config.schema import Name, Schedule
 from hybrid3d.config.sections.algorithm import Algorithm
 from hybrid3d.config.sections.engines import Async, Machine, Model, RewardRole, RoleRanks, Rollout, Sync, Train
 from hybrid3d.config.sections.learning import Critic, Data, Evaluation, Guard, Lora, Optimizer, Reward, Run
+from hybrid3d.families import is_adapted
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "prometheus"]
 
@@ -139,7 +140,34 @@ class Recipe:
         """Return whether, on GPUs, syncs may send only the elements that changed: see `sync.delta`."""
         sleeps = self.rollout is not None and self.rollout.sleep and not self.is_split
         keeps_weights = self.keeps_rollout_weights or (self.rollout is not None and not sleeps)
-        return self.lora is None and self.sync.delta != "never" and self.model.dtype == "bfloat16" and keeps_weights
+        return not self.always_dense and keeps_weights
+
+    @property
+    def always_dense(self) -> str:
+        """Why no sync may send changed elements alone, whatever the machine; empty if some may."""
+        if self.sync.delta == "never":
+            return "sync.delta=never"
+        if self.model.dtype != "bfloat16":
+            return "model.dtype is not bfloat16: nearly all elements change in each update"
+        if self.syncs_adapters:
+            return "lora.sync=adapter: all that is sent changes"
+        if self.merges_adapters and self.sync.delta != "always":
+            return "lora.sync=merged: finding the changed elements takes a copy of the sums: set sync.delta=always"
+        return ""
+
+    @property
+    def compares_changes(self) -> bool:
+        """Return whether a sync finds the changed elements by comparison with a copy of what it sent before."""
+        return self.merges_adapters and not self.always_dense
+
+    @property
+    def merges_adapters(self) -> bool:
+        """Return whether vLLM gets the sums of the policy's own weights and its adapters."""
+        return self.lora is not None and self.lora.sync == "merged"
+
+    def adapts(self, name: str, dims: int) -> bool:
+        """Return whether the policy has an adapter of a canonical tensor of so many dims."""
+        return self.lora is not None and is_adapted(name, dims, self.lora.target_modules)
 
     @property
     def keeps_rollout_weights(self) -> bool:

@@ -273,6 +273,7 @@ def estimate_stages(
         trained += [] if counts.mtp is None else [counts.mtp]
         elements, weights = sum(one.total for one in trained), counts.total * itemsize
         quantized = counts.total * recipe.quantizes
+        copied = weights * recipe.compares_changes  # at most: of the weights that have adapters
         added = sum(one.total * itemsize for one in (counts.adapters, counts.mtp) if one is not None)
         sharded = sum(
             one.dense / (train.dp * train.cp) + one.experts / (stage_ranks // (train.ep * train.etp)) for one in trained
@@ -286,7 +287,7 @@ def estimate_stages(
                 activations=activations[stage],
                 rollout_weights=wanted_bytes,
                 staging=2 * recipe.sync.bucket_bytes + finalize_bytes + quantized * (not recipe.can_sync_changes),
-                changes=((counts.total + quantized) // 8 + quantized) * recipe.can_sync_changes,
+                changes=((counts.total + quantized) // 8 + (quantized or copied)) * recipe.can_sync_changes,
             )
         )
     return tuple(stages)

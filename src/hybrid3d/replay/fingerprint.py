@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import torch
 
-from hybrid3d.reshard.move.executor import NamedTensors
+from hybrid3d.reshard.ends import NamedTensors
 from hybrid3d.reshard.plan.box import Box
 from hybrid3d.reshard.plan.layout import Piece
 

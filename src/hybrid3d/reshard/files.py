@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
+from hybrid3d.reshard.ends import NamedTensors
 from hybrid3d.reshard.file_index import FILE_DTYPES, INDEX_FILE, SCALE_SUFFIX, SINGLE_FILE, TensorEntry, read_index
-from hybrid3d.reshard.move.executor import NamedTensors, run_local_plan
+from hybrid3d.reshard.move.executor import run_local_plan
 from hybrid3d.reshard.plan.box import Box
 from hybrid3d.reshard.plan.layout import FILES, ITEMSIZE, Demand, Holdings, Piece, Shape, View, contiguous_stride
 from hybrid3d.reshard.plan.planner import local_plan

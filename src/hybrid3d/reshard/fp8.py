@@ -58,14 +58,6 @@ def kind_of(name: str) -> str:
     return re.sub(r"\.\d+(?=\.)", ".*", name)
 
 
-def quantized_kinds(holders: Iterable[Signature]) -> list[str]:
-    """Return the kinds of all tensors in FP8, in an order that is the same on every rank; arguments: `split_blocks`."""
-    found = {
-        name for signature in holders for boxes, names in signature.items() if boxes[0][1] == FP8 for name in names
-    }
-    return sorted({kind_of(name) for name in found})
-
-
 def dequantize(quantized: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return what FP8 values [m, n] and the scales of their blocks stand for."""
     rows, columns = quantized.shape

@@ -6,7 +6,7 @@ keeps, and where, is recorded from its own `set_lora`, as its loaders tell it fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -18,9 +18,10 @@ from vllm.lora.request import LoRARequest
 
 from hybrid3d.config import Lora
 from hybrid3d.families import PEFT_PREFIX, is_adapted, module_of
-from hybrid3d.reshard.move.executor import NamedTensors
+from hybrid3d.reshard.ends import NamedTensors
 from hybrid3d.reshard.plan.layout import Demand, Piece, Shape
 from hybrid3d.rollout.loader_trace import Destination, UnsupportedLoader, record_copies
+from hybrid3d.rollout.sink import EngineSink, SinkOwner
 
 SLOT = 0
 ADAPTER = LoRARequest("policy", 1, "policy")  # its path is never read, as the adapter is registered
@@ -69,30 +70,38 @@ def register_adapter(manager: LoRAModelManager, lora: Lora) -> None:
     manager.activate_adapter(ADAPTER.lora_int_id)
 
 
-class RolloutAdapters:
-    """The demand of one vLLM rank for adapters, and the sink (`reshard.protocols.Sink`) that receives them.
+class VllmAdapterSink(EngineSink):
+    """The demand of one vLLM rank for adapters, and the sink (`reshard.ends.WeightSink`) that receives them.
 
     Attributes:
-        demand: the parts of the matrices in PEFT's files that the rank needs.
+        demand: the parts of the matrices in PEFT's files that the rank needs; known once `demand_for` has been called.
         finalize_bytes: 0; they are written in place.
     """
 
+    demand: Demand
     finalize_bytes = 0
+    rounded_scales: Collection[str] = ()
 
-    def __init__(self, manager: LoRAModelManager, lora: Lora, shapes: Mapping[str, Shape]):
+    def __init__(self, manager: LoRAModelManager, lora: Lora, owner: SinkOwner | None = None):
         """
         Args:
             manager: what vLLM has wrapped the rank's model with.
-            shapes: the full shape of each matrix in PEFT's files.
+            owner: the engine that has the model; by default there is none.
         """
+        super().__init__(owner)
+        self._manager = manager
         self._scale = lora.alpha / lora.rank
         self._slots: dict[str, torch.Tensor] = {}
         for name, module in manager.modules.items():
             for kind in ("a", "b"):
                 for number, stacked in enumerate(getattr(module, f"lora_{kind}_stacked")):
                     self._slots[f"{name}.lora_{kind}_stacked.{number}"] = stacked
-        self.demand = self._record(manager, shapes)
         self._tensors = NamedTensors(self._slots)
+
+    def demand_for(self, shapes: Mapping[str, Shape]) -> Demand:
+        """Return the rank's demand, given the full shape of each matrix in PEFT's files."""
+        self.demand = self._record(self._manager, shapes)
+        return self.demand
 
     def _record(self, manager: LoRAModelManager, shapes: Mapping[str, Shape]) -> Demand:
         """Return where vLLM's `set_lora` writes what of the matrices of these names and shapes."""
@@ -128,6 +137,7 @@ class RolloutAdapters:
 
     def begin(self) -> None:
         """Begin a sync of all adapters: what none is written to in a slot must be 0, also after sleep mode."""
+        super().begin()
         for tensor in self._slots.values():
             tensor.zero_()
 

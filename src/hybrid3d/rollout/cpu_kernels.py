@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsFp8, CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 from vllm.platforms import PlatformEnum, current_platform
@@ -19,7 +20,7 @@ from hybrid3d.reshard.fp8 import dequantize
 
 
 def has_kernels() -> bool:
-    """Return whether vLLM has kernels for these weights on this machine."""
+    """Return whether vLLM has kernels for weights in FP8 with block scales on this machine."""
     return not current_platform.is_cpu() or torch.cpu._is_amx_tile_supported()
 
 
@@ -52,6 +53,10 @@ class DequantizingExperts(CPUExpertsFp8):
     def _supports_current_device() -> bool:
         return bool(current_platform.is_cpu())
 
+    @staticmethod
+    def _supports_activation(activation: MoEActivation) -> bool:
+        return bool(activation == MoEActivation.SILU)
+
     def apply(
         self,
         output: torch.Tensor,
@@ -72,6 +77,10 @@ class DequantizingExperts(CPUExpertsFp8):
 
 class PlainExperts(CPUUnquantizedExperts):
     """Computes each expert that has tokens with torch, from weights that stay as they are loaded."""
+
+    @staticmethod
+    def _supports_activation(activation: MoEActivation) -> bool:
+        return bool(activation == MoEActivation.SILU)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Keep the weights as they are loaded."""

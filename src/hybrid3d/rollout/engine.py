@@ -38,11 +38,10 @@ from hybrid3d.patches import apply, set_existing
 from hybrid3d.reshard.file_index import read_shapes
 from hybrid3d.reshard.plan.layout import Shape
 from hybrid3d.rollout import patches
-from hybrid3d.rollout.adapters import ADAPTER, RolloutAdapters, adapter_settings, manager_of, register_adapter
-from hybrid3d.rollout.finalize import unwrapped_layers
+from hybrid3d.rollout.adapters import ADAPTER, VllmAdapterSink, adapter_settings, manager_of, register_adapter
 from hybrid3d.rollout.fp8 import names_of, quantization_config
 from hybrid3d.rollout.router_replay import RoutedExperts
-from hybrid3d.rollout.sink import RolloutWeights
+from hybrid3d.rollout.sink import VllmSink
 from hybrid3d.rollout.sleep_allocator import load_sleep_allocator
 from hybrid3d.rollout.truncation import LOGPROBS, kept_probability
 
@@ -186,16 +185,15 @@ class RolloutEngine:
             register_adapter(manager_of(self.model_runner), lora)
         self._experts = RoutedExperts(self._llm, _config_of(recipe)) if returns_experts else None
 
-    def weights(self, shapes: Mapping[str, Shape]) -> RolloutWeights:
-        """Return this rank's demand for the canonical tensors of these shapes, and the sink that receives it."""
+    def sink(self) -> VllmSink:
+        """Return the sink that receives this rank's weights."""
         runner = self.model_runner
-        with unwrapped_layers(runner.get_model()):
-            return RolloutWeights(runner.get_model(), runner.vllm_config, shapes, self._requantized)
+        return VllmSink(runner.get_model(), runner.vllm_config, self._requantized, self)
 
-    def adapters(self, shapes: Mapping[str, Shape]) -> RolloutAdapters:
-        """Return this rank's demand for the adapters' matrices of these shapes, and the sink that receives it."""
+    def adapter_sink(self) -> VllmAdapterSink:
+        """Return the sink that receives this rank's adapters."""
         assert self._lora is not None, "called for a recipe that syncs adapters"
-        return RolloutAdapters(manager_of(self.model_runner), self._lora, shapes)
+        return VllmAdapterSink(manager_of(self.model_runner), self._lora, self)
 
     @property
     def llm(self) -> LLM:

@@ -21,10 +21,10 @@ from hybrid3d.families import EXPERT, Config, family_of
 from hybrid3d.reshard.plan.classes import layer_of, replicate_layer
 from hybrid3d.reshard.plan.layout import Demand, Piece, Shape
 from hybrid3d.rollout import engine
-from hybrid3d.rollout.adapters import RolloutAdapters, adapter_settings, wrap_on_meta
+from hybrid3d.rollout.adapters import VllmAdapterSink, adapter_settings, wrap_on_meta
 from hybrid3d.rollout.loader_trace import UnsupportedLoader
 from hybrid3d.rollout.patches import as_rank, external_rank
-from hybrid3d.rollout.sink import RolloutWeights
+from hybrid3d.rollout.sink import VllmSink
 
 from vllm.config import VllmConfig, get_layers_from_vllm_config, set_current_vllm_config  # isort: skip
 from vllm.distributed import parallel_state  # isort: skip
@@ -137,8 +137,8 @@ def trace_demand(recipe: Recipe, shapes: Mapping[str, Shape], rank: int, layers:
         UnsupportedLoader: vLLM's loader does something that cannot be replayed.
     """
     with model_of_rank(recipe, rank, layers=layers) as (model, config):
-        weights = RolloutWeights(model, config, shapes)
-        return SlotDemand(weights.demand, weights.max_finalize_bytes, dict(_kv_bytes(config)))
+        sink = VllmSink(model, config)
+        return SlotDemand(sink.demand_for(shapes), sink.max_finalize_bytes, dict(_kv_bytes(config)))
 
 
 def adapter_demands(
@@ -176,7 +176,7 @@ def trace_adapter_demand(
     assert recipe.lora is not None, "called where the recipe has adapters"
     settings = adapter_settings(recipe.lora, shapes)
     with model_of_rank(recipe, rank, layers=layers, settings=settings) as (model, config):
-        return RolloutAdapters(wrap_on_meta(model, config), recipe.lora, matrices).demand
+        return VllmAdapterSink(wrap_on_meta(model, config), recipe.lora).demand_for(matrices)
 
 
 def _kv_bytes(config: VllmConfig) -> Iterator[tuple[int, int]]:

@@ -9,15 +9,25 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.quantization.kv_cache import KVCacheScaleParameter
 
+from hybrid3d.reshard.fp8 import kind_of
 from hybrid3d.reshard.move.memory import DeviceBuffer, align_up
 from hybrid3d.reshard.plan.classes import layer_of, natural_sort_key
 from hybrid3d.reshard.plan.layout import ITEMSIZE, Demand, Fill, Piece, Shape
-from hybrid3d.rollout.finalize import OpenUnit, allocate_on_meta, swap_back, swap_in_loader_layout, tensors_of, units_of
+from hybrid3d.rollout.finalize import (
+    OpenUnit,
+    allocate_on_meta,
+    swap_back,
+    swap_in_loader_layout,
+    tensors_of,
+    units_of,
+    unwrapped_layers,
+)
 from hybrid3d.rollout.loader_trace import Destination, UnsupportedLoader, record_demand
 
 # Parameters that no loader writes: latent attention derives them from `kv_b_proj` after loading.
@@ -25,35 +35,95 @@ DERIVED_PARAMETERS = ("W_UV", "W_UK_T")
 MAX_OPEN_UNITS = 2
 
 
-class RolloutWeights:
-    """The demand of one vLLM rank, and the sink (`reshard.protocols.Sink`) that receives it.
+class SinkOwner(Protocol):
+    """The engine whose weights a sink receives.
 
     Attributes:
-        demand: the pieces that the rank needs, ordered by layer.
+        weight_version: of its weights; None while they are incomplete.
+        discards_weights: whether its weights are freed between syncs.
+    """
+
+    weight_version: int | None
+    discards_weights: bool
+
+    def reset_cache(self) -> None:
+        """Drop what was computed with older weights."""
+        ...
+
+
+class NoOwner:
+    """Stands for the engine of a model that only receives weights."""
+
+    weight_version: int | None = None
+    discards_weights = False
+
+    def reset_cache(self) -> None: ...
+
+
+class EngineSink:
+    """The part of a sink (`reshard.ends.WeightSink`) that concerns the engine which has the weights."""
+
+    def __init__(self, owner: SinkOwner | None):
+        self._owner: SinkOwner = owner or NoOwner()
+
+    @property
+    def version(self) -> int | None:
+        return self._owner.weight_version
+
+    @property
+    def keeps_weights(self) -> bool:
+        return not self._owner.discards_weights
+
+    def begin(self) -> None:
+        self._owner.weight_version = None
+
+    def commit(self, version: int) -> None:
+        """Let the engine generate with the weights.
+
+        Raises:
+            RuntimeError: requests that older weights have answered in part are still running.
+        """
+        self._owner.reset_cache()
+        self._owner.weight_version = version
+
+
+class VllmSink(EngineSink):
+    """The demand of one vLLM rank, and the sink (`reshard.ends.WeightSink`) that receives it.
+
+    Attributes:
+        demand: the pieces that the rank needs, ordered by layer; known once `demand_for` has been called.
         finalize_bytes: memory that open units take in addition to the live tensors.
     """
+
+    demand: Demand
 
     def __init__(
         self,
         model: torch.nn.Module,
         vllm_config: VllmConfig,
-        shapes: Mapping[str, Shape],
         requantized: frozenset[str] = frozenset(),
+        owner: SinkOwner | None = None,
     ):
         """
         Args:
             requantized: the local names of weights in FP8 that arrive as vLLM would quantize them anew, with scales
                 that are powers of two, so that it need not.
+            owner: the engine that has the model; by default there is none.
         """
-        self._vllm_config, self._requantized = vllm_config, requantized
+        super().__init__(owner)
+        self._model, self._vllm_config, self._requantized = model, vllm_config, requantized
         self._device = vllm_config.device_config.device
         self._units = units_of(model)
         self._layer_of = {name: layer for layer, unit in self._units.items() for name in unit.names()}
-        self.demand = self._record(model, vllm_config, shapes)
         self._buffers = [DeviceBuffer(0, self._device)] * MAX_OPEN_UNITS
         self._open_units: dict[int | None, OpenUnit] = {}
         self._opened: set[int | None] = set()  # units between `open` and `close`
         self._pending: set[int | None] = set()
+
+    def demand_for(self, shapes: Mapping[str, Shape]) -> Demand:
+        with unwrapped_layers(self._model):
+            self.demand = self._record(self._model, self._vllm_config, shapes)
+        return self.demand
 
     def _record(self, model: torch.nn.Module, vllm_config: VllmConfig, shapes: Mapping[str, Shape]) -> Demand:
         live = swap_in_loader_layout(model, allocate_on_meta())
@@ -112,9 +182,10 @@ class RolloutWeights:
             open_units[layer].place(self._buffers[i % MAX_OPEN_UNITS])
         self._open_units = open_units
 
+    @property
     def rounded_scales(self) -> set[str]:
-        """Return the canonical tensors that vLLM would quantize anew unless their scales are powers of two."""
-        return {piece.name for piece in self.demand.pieces if piece.view.tensor in self._requantized}
+        """The kinds of tensors that vLLM would quantize anew unless their scales are powers of two."""
+        return {kind_of(piece.name) for piece in self.demand.pieces if piece.view.tensor in self._requantized}
 
     def kept_tensors(self) -> set[str]:
         """Return the local names of the tensors that a sync writes in live memory, and that finalizing does not move.
@@ -125,6 +196,7 @@ class RolloutWeights:
 
     def begin(self) -> None:
         """Begin a sync of all units; live tensors stay in place until their unit is opened."""
+        super().begin()
         for buffer in self._buffers:
             buffer.allocate()
         self._pending = set(self._open_units)

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Container, Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
-import torch.distributed as dist
-from torch import Tensor
-
-from hybrid3d.config import Recipe
-from hybrid3d.distributed import all_reduce_max, gather_objects, gather_unique
 from hybrid3d.reshard.delta.executor import DeltaExecutor, DeltaReport
-from hybrid3d.reshard.ends import ChangeSource, Sink
-from hybrid3d.reshard.move.executor import Executor, NamedTensors
+from hybrid3d.reshard.ends import Exchange, WeightSink, WeightSource
+from hybrid3d.reshard.move.device import device
+from hybrid3d.reshard.move.executor import Executor
 from hybrid3d.reshard.move.transport import Transport
-from hybrid3d.reshard.plan.planner import RankPlan
-from hybrid3d.sync.choice import ExpectedSeconds, SyncEstimate
+from hybrid3d.sync.choice import NOT_ESTIMATED, Estimate, ExpectedSeconds
 from hybrid3d.sync.plan import SyncPlan
-from hybrid3d.train.megatron.runtime import device
-from hybrid3d.train.megatron.source import MegatronWeights
-
-if TYPE_CHECKING:  # a sync is between a source and a sink, so that ranks without vLLM can have one
-    from hybrid3d.rollout.sink import RolloutWeights
+from hybrid3d.sync.settings import SyncSettings
 
 
 class DenseReason(enum.IntEnum):
@@ -35,73 +25,58 @@ class DenseReason(enum.IntEnum):
     FIRST = 4
     NOT_TRACKED = 5
     DISCARDED = 6
-    FLOAT32 = 7
-    SETTING = 8
-
-    def __str__(self) -> str:
-        return _REASONS[self]
+    SETTING = 7
 
 
-_REASONS = (
-    "",
-    "a sync of changed elements is expected to take longer",
-    "weights were changed by something else than the optimizer",
-    "vLLM may not have the weights of the last sync: it did not finish, or this one was to send everything",
-    "it is the first sync of these processes",
-    "vLLM keeps no tensor as it is loaded, or Megatron's optimizer updates none in bfloat16",
-    "vLLM frees its weights while it sleeps: set rollout.keep_weights=true",
-    "model.dtype is not bfloat16: nearly all elements change in each update",
-    "sync.delta=never",
-)
+_REASONS = {
+    DenseReason.NONE: "",
+    DenseReason.SLOWER: "a sync of changed elements is expected to take longer",
+    DenseReason.OTHER_CHANGES: "weights were changed by something else than the optimizer",
+    DenseReason.UNFINISHED: (
+        "vLLM may not have the weights of the last sync: it did not finish, or this one was to send everything"
+    ),
+    DenseReason.FIRST: "it is the first sync of these processes",
+    DenseReason.NOT_TRACKED: "vLLM keeps no tensor as it is loaded, or Megatron's optimizer updates none in bfloat16",
+    DenseReason.DISCARDED: "vLLM frees its weights while it sleeps: set rollout.keep_weights=true",
+}
 
 
 class DeltaSync:
-    """Sends the elements that changed since the last sync, where that is known and vLLM still has the others.
+    """Sends the elements that changed since the last sync, where that is known and the sinks still have the others.
 
-    Every rank of the group calls every method together. A tensor is sent sparsely if each of its holders tracks its
-    changes, and each of its readers keeps it where and as the sync wrote it; all others are always sent in full.
+    Every rank calls every method together. A tensor is sent sparsely if each of its holders tracks its changes, and
+    each of its readers keeps it where and as the sync wrote it; all others are always sent in full.
 
     Attributes:
+        sparse: the canonical tensors that are sent sparsely; none before the first sync.
         reason: why the sync in progress sends all elements; `NONE` if it does not.
-        expected: the seconds by which `sync.delta: auto` chose for the sync in progress; None where it had no choice.
+        expected: the seconds by which `sync.delta: auto` chose for the sync in progress.
     """
 
     def __init__(
         self,
-        recipe: Recipe,
-        group: dist.ProcessGroup,
-        trained: MegatronWeights | None,
-        tracker: ChangeSource | None,
-        sink: RolloutWeights | None,
-        discards_weights: bool,
+        source: WeightSource,
+        sink: WeightSink,
+        settings: SyncSettings,
+        exchange: Exchange,
         names: Iterable[str],
-        estimate: SyncEstimate,
+        estimate: Estimate,
     ):
         """
         Args:
-            estimate: of the seconds of a sync.
-            trained: this rank's weights, if it trains; `tracker` tracks their changes.
-            sink: vLLM's weights on this rank, if it generates.
-            discards_weights: vLLM frees its weights between syncs.
             names: all canonical tensors.
+            estimate: of the seconds of a sync.
         """
-        self._settings, self._group = recipe.sync, group
-        self._dtype = recipe.model.dtype
-        self._trained, self._tracker, self._sink = trained, tracker, sink
-        self._discards_weights = discards_weights
+        self._source, self._sink, self._settings, self._exchange = source, sink, settings, exchange
         self._names = frozenset(names)
-        self._sparse: frozenset[str] | None = None  # not known before the first sync
+        self.sparse: frozenset[str] = frozenset()
+        self._knows_sparse = False
         self._executor: DeltaExecutor | None = None
         self._elements = 0
         self._finished = False
         self._estimate = estimate
         self.reason = DenseReason.FIRST
-        self.expected: ExpectedSeconds | None = None
-
-    @property
-    def sparse(self) -> frozenset[str]:
-        """The canonical tensors that are sent sparsely; none before the first sync."""
-        return self._sparse or frozenset()
+        self.expected: ExpectedSeconds = NOT_ESTIMATED
 
     @property
     def probes(self) -> bool:
@@ -109,9 +84,9 @@ class DeltaSync:
         return self.reason == DenseReason.FIRST
 
     @property
-    def extra_bytes(self) -> int:
-        """Memory of the bitmaps of this rank."""
-        return 0 if self._tracker is None else self._tracker.nbytes
+    def dense_reason(self) -> str:
+        """Why the sync in progress sends all elements, in words; empty if it does not."""
+        return self._settings.always_dense if self.reason == DenseReason.SETTING else _REASONS[self.reason]
 
     def require_dense(self) -> None:
         """Send all elements in the next sync."""
@@ -120,11 +95,11 @@ class DeltaSync:
     def begin(self, plan: SyncPlan) -> bool:
         """Begin a sync: return whether it sends only changed elements. The ranks agree on it."""
         here = self._reason_here()
-        if here not in (DenseReason.FLOAT32, DenseReason.SETTING):  # which all ranks read in the recipe
-            here = DenseReason(all_reduce_max([here], self._group)[0])
-        self.reason, self.expected = here, None
-        if not here and self._settings.delta == "auto":
-            self.expected = self._estimate.expect(plan.current, plan.ready, self.sparse, self._trained)
+        if here != DenseReason.SETTING:  # which all ranks read in the recipe
+            here = DenseReason(self._exchange.maximum([here])[0])
+        self.reason, self.expected = here, NOT_ESTIMATED
+        if not here:
+            self.expected = self._estimate.expect(plan.current, plan.ready, self.sparse, self._source.holdings)
             self.reason = DenseReason.NONE if self.expected.prefers_delta else DenseReason.SLOWER
         self._finished = False
         if self.reason:
@@ -133,72 +108,60 @@ class DeltaSync:
 
     def _reason_here(self) -> DenseReason:
         """Return why this rank needs all elements to be sent."""
-        if self._settings.delta == "never":
+        if self._settings.always_dense:
             return DenseReason.SETTING
-        if self._dtype != "bfloat16":
-            return DenseReason.FLOAT32
-        if self._discards_weights:
+        if not self._sink.keeps_weights:
             return DenseReason.DISCARDED
-        if self._sparse is None:
+        if not self._knows_sparse:
             return DenseReason.FIRST
-        if not self._sparse:
+        if not self.sparse:
             return DenseReason.NOT_TRACKED
         if not self._finished:
             return DenseReason.UNFINISHED
-        if self._tracker is not None and not self._tracker.check():
-            return DenseReason.OTHER_CHANGES
-        return DenseReason.NONE
+        return DenseReason.NONE if self._source.changes.check() else DenseReason.OTHER_CHANGES
 
-    def run(self, plan: RankPlan, source: NamedTensors, sink: Sink, transport: Transport, verify: bool) -> DeltaReport:
+    def run(self, plan: SyncPlan, transport: Transport, verify: bool) -> DeltaReport:
         """Send the elements that changed."""
-        assert self._sparse, "a sync without tensors to send sparsely is dense"
         if self._executor is None:
-            self._executor = DeltaExecutor(plan, self._sparse, source, sink, transport, device())
-        changes: Mapping[str, Tensor] = {}
-        if self._tracker is not None and self._trained is not None:
-            changes = self._tracker.changes(self._trained.tensors)
-        return self._executor.run_delta(changes, verify)
+            self._executor = DeltaExecutor(plan.current, self.sparse, self._source, self._sink, transport, device())
+        return self._executor.run_delta(self._source.changes.bitmaps(), verify)
 
     def count(self) -> tuple[int | None, int]:
         """Return how many of this rank's tracked weights changed since the last sync, and how many all ranks track.
 
-        The first is None where that is not known.
+        The first is None where it is not known.
         """
-        if self._tracker is None or not self._tracker.complete:
+        changes = self._source.changes
+        if not changes.complete:
             return None, self._elements
-        changed = self._tracker.count_changed()
-        self._estimate.observe(changed, self._tracker.elements)
+        changed = changes.count_changed()
+        self._estimate.observe(changed, changes.elements)
         return changed, self._elements
 
     def find_sparse(self, executor: Executor) -> None:
         """Find the tensors that can be sent sparsely, after a sync that has recorded checksums."""
-        self._elements = sum(gather_objects(0 if self._tracker is None else self._tracker.elements, self._group))
-        kept = set() if self._sink is None else self._sink.kept_tensors()
-        changed = executor.changed_since_landed(kept)
-        dense = self._untracked() | self._not_kept(changed)
-        self._sparse = self._names - {name for _, names in gather_unique(dense, self._group) for name in names}
+        every = self._exchange.unique(self._source.changes.elements)
+        self._elements = sum(len(ranks) * elements for ranks, elements in every)
+        kept = self._sink.kept_tensors()
+        dense = self._untracked() | self._not_kept(kept) | executor.changed_since_landed(kept)
+        self.sparse = self._names - {name for _, names in self._exchange.unique(dense) for name in names}
+        self._knows_sparse = True
 
     def end(self, intact: bool) -> None:
-        """End a sync, after which vLLM has all weights as they are now.
+        """End a sync, after which the sinks have all weights as they are now.
 
         Args:
             intact: False if weights arrived corrupted at first.
         """
-        if self._tracker is not None:
-            self._tracker.clear()
+        self._source.changes.clear()
         self._finished = intact
 
     def _untracked(self) -> frozenset[str]:
         """Return the canonical tensors of which this rank holds elements whose changes it does not know."""
-        if self._trained is None:
-            return frozenset()
-        tracked: Container[str] = () if self._tracker is None else self._tracker.changes(self._trained.tensors)
-        return frozenset(piece.name for piece in self._trained.pieces if piece.view.tensor not in tracked)
+        tracked = self._source.changes.bitmaps()
+        return frozenset(piece.name for piece in self._source.holdings.pieces if piece.view.tensor not in tracked)
 
-    def _not_kept(self, changed: set[str]) -> frozenset[str]:
-        """Return the canonical tensors that vLLM does not keep on this rank where and as the sync wrote them."""
-        if self._sink is None:
-            return frozenset()
-        kept = self._sink.kept_tensors()
-        moved = {piece.name for piece in self._sink.demand.pieces if piece.view.tensor not in kept}
-        return frozenset(moved | changed)
+    def _not_kept(self, kept: Iterable[str]) -> frozenset[str]:
+        """Return the canonical tensors that the sink does not keep where a sync writes them."""
+        stays = frozenset(kept)
+        return frozenset(piece.name for piece in self._sink.demand.pieces if piece.view.tensor not in stays)

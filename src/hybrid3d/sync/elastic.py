@@ -22,7 +22,7 @@ from hybrid3d.distributed import (
     is_lost_peer,
     spanning_group,
 )
-from hybrid3d.sync import SyncReport, WeightSync
+from hybrid3d.sync.session import Sync, SyncReport
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +45,14 @@ class Members:
     ranks: tuple[int, ...]
     engines: tuple[int, ...]
 
+    def __bool__(self) -> bool:
+        return bool(self.ranks)
 
-MakeSync = Callable[[dist.ProcessGroup, dist.ProcessGroup, tuple[int, ...]], WeightSync]
+
+NOBODY = Members(-1, (), ())
+
+
+MakeSync = Callable[[dist.ProcessGroup, dist.ProcessGroup, tuple[int, ...]], Sync]
 """Makes the sync of the ranks of two groups: the one for its collectives, and the one for its transport."""
 
 
@@ -68,36 +74,36 @@ class ElasticSync:
 
     def __init__(self, store: Store, make_sync: MakeSync):
         self._store, self._make_sync = clone_store(store), make_sync
-        self._members: Members | None = None
+        self._members = NOBODY
         self._groups: list[dist.ProcessGroup] = []
-        self._sync: WeightSync | None = None
+        self._syncs: list[Sync] = []  # one once members have met
         self.failure = ""
 
     @property
-    def members(self) -> Members | None:
-        """The members of the sync in progress, or of the last one; None if one of them has been lost."""
+    def members(self) -> Members:
+        """The members of the sync in progress, or of the last one; `NOBODY` if one of them has been lost."""
         return self._members
 
     def begin(self, members: Members, version: int, verify: bool) -> None:
-        """Begin a sync: see `WeightSync.begin`. With new members everything is planned again, and all is sent.
+        """Begin a sync: see `Sync.begin`. With new members everything is planned again, and all is sent.
 
         Raises:
-            PlanError, UnsupportedLoader: as `WeightSync`.
+            PlanError, UnsupportedLoader: as `plan_sync`.
         """
         if members != self._members:
             self.leave()
             self._members = members
         self._attempt(lambda: self._joined(members).begin(version, verify))
 
-    def _joined(self, members: Members) -> WeightSync:
-        if self._sync is None:
+    def _joined(self, members: Members) -> Sync:
+        if not self._syncs:
             self._meet(members)
             for name in (f"{members.epoch}/everyone", f"{members.epoch}/weights"):
                 self._groups.append(spanning_group(members.ranks, name, self._store, EXCHANGE_TIMEOUT))
             if torch.cuda.is_available():
                 threading.Thread(target=self._abort_when_lost, args=(members,), name="lost", daemon=True).start()
-            self._sync = self._make_sync(self._groups[0], self._groups[1], members.ranks)
-        return self._sync
+            self._syncs.append(self._make_sync(self._groups[0], self._groups[1], members.ranks))
+        return self._current
 
     def _meet(self, members: Members) -> None:
         """Wait until all members are here, as creating a group with one that is lost takes a minute to fail."""
@@ -110,22 +116,21 @@ class ElasticSync:
             arrived = self._store.add(key, 0)
 
     def bucket_ready(self, bucket: int, last: bool) -> None:
-        """See `WeightSync.bucket_ready`; it does nothing once a member has been lost."""
-        if self._members is not None:
+        """See `Sync.bucket_ready`; it does nothing once a member has been lost."""
+        if self._members:
             self._attempt(lambda: self._current.bucket_ready(bucket, last))
 
     def finish(self) -> SyncReport | None:
         """Finish the sync, and return its report; None if a member has been lost.
 
         Raises:
-            CorruptSync: as `WeightSync.finish`.
+            CorruptSync: as `Sync.finish`.
         """
-        return None if self._members is None else self._attempt(lambda: self._current.finish())
+        return self._attempt(lambda: self._current.finish()) if self._members else None
 
     @property
-    def _current(self) -> WeightSync:
-        assert self._sync is not None, "a sync has begun"
-        return self._sync
+    def _current(self) -> Sync:
+        return self._syncs[0]
 
     def _abort_when_lost(self, members: Members) -> None:
         """Abort the groups of these members, so that what waits in them fails, once one of the members is lost."""
@@ -140,14 +145,14 @@ class ElasticSync:
     def interrupt(self) -> None:
         """Let the sync in progress fail, as a member is lost. Any thread may call it."""
         members = self._members
-        if members is not None:
+        if members:
             tell_lost(clone_store(self._store), members.epoch)
 
     def leave(self) -> None:
         """Leave the process groups of the last members, so that none of them waits for this rank."""
-        if self._sync is not None:
-            self._sync.abandon()
-        self._members = self._sync = None
+        while self._syncs:
+            self._syncs.pop().abandon()
+        self._members = NOBODY
         groups, self._groups = self._groups, []
         while groups:
             dist.destroy_process_group(groups.pop())
@@ -162,7 +167,7 @@ class ElasticSync:
                 raise
             self.failure = str(error)
         logger.warning("a sync failed because a rank was lost: %s", self.failure)
-        if torch.cuda.is_available() and self._members is not None:  # the others do not notice that this rank leaves
+        if torch.cuda.is_available() and self._members:  # the others do not notice that this rank leaves
             tell_lost(self._store, self._members.epoch)
             for group in self._groups:
                 group.abort()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch.distributed as dist
-
-from hybrid3d.distributed import gather_objects
+from hybrid3d.reshard.ends import Exchange
 
 LISTED = 5  # tensors that a message names
 
@@ -18,9 +16,9 @@ class CorruptSync(RuntimeError):
         super().__init__(f"{len(tensors)} tensors arrived corrupted twice: {listed(tensors)}")
 
 
-def corrupted_on_any(names: Sequence[str] | None, group: dist.ProcessGroup) -> tuple[str, ...]:
+def corrupted_on_any(names: Sequence[str] | None, exchange: Exchange) -> tuple[str, ...]:
     """Return the corrupted tensors of all ranks, sorted; the same on every rank."""
-    return tuple(sorted({name for of_rank in gather_objects(names, group) for name in of_rank or ()}))
+    return tuple(sorted({name for _, of_ranks in exchange.unique(names) for name in of_ranks or ()}))
 
 
 def listed(names: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from hybrid3d.train.megatron.runtime import ON_CUDA, synchronize
+from hybrid3d.reshard.move.device import ON_CUDA, synchronize
 
 
 class OffloadableMemory:

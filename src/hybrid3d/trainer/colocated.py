@@ -18,6 +18,7 @@ from hybrid3d.generation.rollouts import make_rollouts
 from hybrid3d.generation.samples import RolloutBatch, Sample
 from hybrid3d.inputs.models import read_config, read_data, read_tokenizer
 from hybrid3d.process import new_engine_name
+from hybrid3d.reshard.move.device import device
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.run.health import Guard
 from hybrid3d.run.memory import Peaks, meter
@@ -27,7 +28,6 @@ from hybrid3d.scoring.scorer import Scores
 from hybrid3d.sync import SyncReport, policy_sync
 from hybrid3d.train.megatron import checkpoint
 from hybrid3d.train.megatron.policy import Policy
-from hybrid3d.train.megatron.runtime import device
 from hybrid3d.train.megatron.stepping import BucketHook
 from hybrid3d.trainer.learner import Learner
 from hybrid3d.trainer.models import Models

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from hybrid3d.config import Recipe
 from hybrid3d.inputs.models import read_data, read_tokenizer
+from hybrid3d.reshard.move.device import device
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.data import PromptData, encode_pair
 from hybrid3d.rl.objective import sft_loss
@@ -27,7 +28,6 @@ from hybrid3d.run.logger import Record
 from hybrid3d.run.metrics import PhaseTimer, StepMetrics
 from hybrid3d.train.megatron.model import StepReport
 from hybrid3d.train.megatron.policy import Policy
-from hybrid3d.train.megatron.runtime import device
 from hybrid3d.trainer.activity import gather_activity
 from hybrid3d.trainer.checkpoints import Checkpoints
 from hybrid3d.trainer.dp_split import shares_of

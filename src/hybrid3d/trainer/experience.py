@@ -19,6 +19,7 @@ from hybrid3d.config.algorithms import TOKEN_ADVANTAGES
 from hybrid3d.distributed import gather_objects
 from hybrid3d.generation.exchange import deliver_choices
 from hybrid3d.generation.samples import NO_ANSWER, Sample, answer_numbers, filled_up
+from hybrid3d.reshard.move.device import device
 from hybrid3d.rl.advantages import Answers, Moments, answer_advantages, gae, returns_to_go, token_rewards, whitened
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.correction import OffPolicy, covariances, high_covariance, high_entropy, within
@@ -26,7 +27,6 @@ from hybrid3d.rl.kl import token_kl
 from hybrid3d.run.health import Guard
 from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.scoring.functions import LARGEST_REWARD, overlong_penalty, unusable
-from hybrid3d.train.megatron.runtime import device
 from hybrid3d.trainer.dp_split import Shares, shares_of, spread_over
 from hybrid3d.trainer.models import Models
 from hybrid3d.trainer.old_logprobs import come_from_update, measure_mismatch, off_policy, weights_of

@@ -18,10 +18,11 @@ from hybrid3d.config import Recipe, Train
 from hybrid3d.distributed import gather_objects
 from hybrid3d.inputs.completions import Completions, EndpointError
 from hybrid3d.inputs.models import read_config
+from hybrid3d.reshard.move.device import device
 from hybrid3d.rl.batch import Batch
 from hybrid3d.train.megatron.model import MegatronModel
 from hybrid3d.train.megatron.policy import Policy
-from hybrid3d.train.megatron.runtime import device, groups_by_axis
+from hybrid3d.train.megatron.runtime import groups_by_axis
 from hybrid3d.train.megatron.value_model import ValueModel
 
 SEQUENCES_PER_REQUEST, REQUESTS_AT_ONCE = 8, 8

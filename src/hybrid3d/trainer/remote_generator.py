@@ -25,7 +25,7 @@ from hybrid3d.run.memory import Peaks
 from hybrid3d.run.metrics import StepMetrics, Stopwatch
 from hybrid3d.run.timeline import Span
 from hybrid3d.scoring.code import sandbox
-from hybrid3d.sync import SyncReport, WeightSync, policy_sync
+from hybrid3d.sync import Sync, SyncReport, policy_sync
 from hybrid3d.sync.elastic import ElasticSync, Members
 from hybrid3d.train.megatron import checkpoint
 from hybrid3d.train.megatron.policy import Policy
@@ -110,7 +110,7 @@ class TrainingRank:
             checkpoint.load_weights({"policy": self._policy}, weights_of, group)
         self._overlaps = guard is not None and recipe.overlaps_sync
 
-        def make_sync(everyone: dist.ProcessGroup, weights: dist.ProcessGroup, ranks: tuple[int, ...]) -> WeightSync:
+        def make_sync(everyone: dist.ProcessGroup, weights: dist.ProcessGroup, ranks: tuple[int, ...]) -> Sync:
             return policy_sync(
                 recipe, everyone, self._policy, overlaps=self._overlaps, transport_group=weights, ranks=ranks
             )
@@ -226,7 +226,7 @@ class TrainingRank:
         if not self._overlaps or not self._from_first(lambda engines: engines.unchanged(active)):
             return None
         members, verify = self._sync.members, is_due(recipe.sync.verify, version)
-        if members is None:
+        if not members:
             return None
 
         def hook(bucket: int, last: bool) -> None:

@@ -20,13 +20,13 @@ from hybrid3d.inputs.models import read_config, read_tokenizer
 from hybrid3d.replay.comparison import INPUTS, Comparison, Difference, first_difference
 from hybrid3d.replay.plan import training_recipe
 from hybrid3d.replay.step_record import StepRecord, read_step
+from hybrid3d.reshard.move.device import ON_CUDA
 from hybrid3d.run.folder import checkpoint_folder, recorded_folder
 from hybrid3d.run.health import MAX_EXPLAINED_MISMATCH, Guard
 from hybrid3d.run.live_settings import override_settings
 from hybrid3d.run.logger import Record
 from hybrid3d.train.megatron import checkpoint
 from hybrid3d.train.megatron.policy import Policy
-from hybrid3d.train.megatron.runtime import ON_CUDA
 from hybrid3d.trainer.learner import Learner
 from hybrid3d.trainer.models import Models
 from hybrid3d.trainer.step_recorder import StepCapture

@@ -18,11 +18,11 @@ from hybrid3d.generation.exchange import deliver_choices
 from hybrid3d.generation.samples import Sample
 from hybrid3d.replay.fingerprint import LocalFingerprints, fingerprint_pieces, whole_fingerprints
 from hybrid3d.replay.step_record import PARTIAL, Array, StepRecord, WeightRecord, metrics_of_training, write_step
+from hybrid3d.reshard.move.device import device
 from hybrid3d.run.folder import RunFolder, recorded_folder
 from hybrid3d.run.identity import RunIdentity
 from hybrid3d.run.metrics import PhaseTimer
 from hybrid3d.train.megatron.model import MegatronModel
-from hybrid3d.train.megatron.runtime import device
 from hybrid3d.train.writing import together
 from hybrid3d.trainer.step_experience import Experience
 

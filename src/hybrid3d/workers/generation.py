@@ -16,7 +16,7 @@ from hybrid3d.process import new_engine_name, set_shared_memory_prefix
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.run.memory import meter
 from hybrid3d.run.metrics import StepMetrics
-from hybrid3d.sync import WeightSync, policy_sync
+from hybrid3d.sync import Sync, policy_sync
 from hybrid3d.sync.elastic import ElasticSync, Members
 from hybrid3d.watch.heartbeat import enter_phase
 from hybrid3d.watch.work_meter import record as work_record
@@ -51,7 +51,7 @@ class GenerationRank:
         work_record.generates(self._engine.rank_in_replica, lambda: self._engine.generated)
         self._replicas = EngineReplicas(recipe, self._engine, read_tokenizer(recipe), group, receivers=[0])
 
-        def make_sync(everyone: dist.ProcessGroup, weights: dist.ProcessGroup, ranks: tuple[int, ...]) -> WeightSync:
+        def make_sync(everyone: dist.ProcessGroup, weights: dist.ProcessGroup, ranks: tuple[int, ...]) -> Sync:
             return policy_sync(recipe, everyone, engine=self._engine, transport_group=weights, ranks=ranks)
 
         self._sync = ElasticSync(store, make_sync)

@@ -276,7 +276,8 @@ class Sync:
         delta: With `always`, a sync sends only the elements that changed since the last one, where that is known: of
             bfloat16 weights that vLLM keeps as they are loaded. With `auto`, it does so if it is expected to take less
             time, with finding, encoding and writing these elements, than sending all; the event `sync_choice` says what
-            was chosen and why. With `never`, every sync sends all elements.
+            was chosen and why. With `never`, every sync sends all elements. Of sums with adapters
+            (`lora.sync=merged`) it needs `always`, and a copy of the sums that were sent.
         shared_memory: With `auto`, ranks of one node on CPU read messages in the sender's memory, where the operating
             system allows it. With `never`, all messages are sent.
     """

@@ -233,7 +233,7 @@ class DeltaExecutor(Executor):
         places = {name: bits.data_ptr() for name, bits in changes.items()}
         if self._changes and places == {name: bits.data_ptr() for name, bits in self._changes.items()}:
             return
-        self._changes = changes
+        self._changes = dict(changes)
         sent = [run for step in self._steps for run in step.outgoing if not run.relayed]
         local_runs = [run for step in self._steps for run in step.local_runs]
         longest = max([run.starts[-1] for run in sent] + [run.numel for run in local_runs], default=0)

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import torch
 
-from hybrid3d.reshard.ends import Sink, Source
+from hybrid3d.reshard.ends import NamedTensors, Sink, Source
 from hybrid3d.reshard.move.lent_memory import (
     Place,
     PlacedMessage,
@@ -22,10 +22,9 @@ from hybrid3d.reshard.move.lent_memory import (
     lent_bytes,
     place_messages,
 )
-from hybrid3d.reshard.move.memory import BatchedCopies, DeviceBuffer, strided_view
+from hybrid3d.reshard.move.memory import BatchedCopies, DeviceBuffer
 from hybrid3d.reshard.move.transport import Pending, Transport, as_bytes
 from hybrid3d.reshard.move.verify import TransferChecksums
-from hybrid3d.reshard.plan.layout import Fill, Piece
 from hybrid3d.reshard.plan.planner import Bucket, Message, RankPlan, Transfer
 
 
@@ -63,27 +62,6 @@ class _PhaseTimer:
         now = time.perf_counter()
         self.seconds[phase] += now - self._at
         self._at = now
-
-
-class NamedTensors:
-    """A source and sink over local tensors by name: a piece is the strided view that its `View` describes."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]):
-        self._tensors = tensors
-
-    def read(self, piece: Piece) -> torch.Tensor:
-        return strided_view(self._tensors[piece.view.tensor], piece.view, piece.box.size)
-
-    write = read
-
-    def open(self, layer: int | None) -> None:
-        pass
-
-    def close(self, layer: int | None) -> None:
-        pass
-
-    def fill(self, fill: Fill) -> None:
-        strided_view(self._tensors[fill.view.tensor], fill.view, fill.size).fill_(fill.value)
 
 
 @torch.no_grad()

@@ -150,3 +150,14 @@ def replicate_layer(
     for p in pieces:
         view = View(p.view.tensor.replace(*local, 1), p.view.offset, p.view.stride)
         yield Piece(p.name.replace(*canonical, 1), p.box, view, p.dtype)
+
+
+def canonical_shapes(signatures: Iterable[Signature]) -> dict[str, tuple[int, ...]]:
+    """Return the full shapes of the canonical tensors that these signatures hold together."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for signature in signatures:
+        for boxes, names in signature.items():
+            for name in names:
+                for box, _ in boxes:
+                    shapes[name] = tuple(map(max, shapes.get(name, box.stop), box.stop))
+    return shapes

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from hybrid3d.reshard.plan.box import Box, union_numel
 from hybrid3d.reshard.plan.classes import Group, Signature, group_ranks, rank_groups
 from hybrid3d.reshard.plan.layout import FILES, ITEMSIZE, Demand, Holdings, Piece, pieces_by_name
-from hybrid3d.reshard.plan.planner import Plan, PlanError, RankPlan, Transfer
+from hybrid3d.reshard.plan.planner import Plan, PlanError, RankPlan, Routes, Transfer
 from hybrid3d.reshard.plan.relays import Relay
 from hybrid3d.reshard.plan.routes import Part, Route, RoutedClass, Source
 
@@ -94,6 +94,16 @@ def _check_relays(rank_plan: RankPlan, wanted: Mapping[str, list[Piece]]) -> Non
             for t in bucket.transfers
             if t.dst == rank_plan.rank and t.handed_on and not t.relayed and not t.is_local
         }
+
+
+def route_sync(holders: Sequence[Group], readers: Sequence[Group], bucket_bytes: int, ranks_per_node: int) -> Routes:
+    """Return the routes of a sync, after a check that both engines have the same tensors; arguments: as for `Routes`.
+
+    Raises:
+        PlanError: they have not, or a rank wants elements that no rank holds.
+    """
+    check_same_tensors(holders, readers)
+    return Routes(holders, readers, bucket_bytes, ranks_per_node, relays=True)
 
 
 def check_same_tensors(holders: Iterable[Group], readers: Iterable[Group]) -> None:

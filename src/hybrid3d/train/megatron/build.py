@@ -34,10 +34,11 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from hybrid3d.config import RecipeError, Train
 from hybrid3d.families import Config, Family, family_of, head_dim, query_groups
 from hybrid3d.patches import apply
+from hybrid3d.reshard.move.device import ON_CUDA, device
 from hybrid3d.train.megatron import patches
 from hybrid3d.train.megatron.cpu import use_torch_layers
 from hybrid3d.train.megatron.mtp import MtpLayer
-from hybrid3d.train.megatron.runtime import FUSE_GRADIENTS, ON_CUDA, USE_TE, device, in_use, on_device
+from hybrid3d.train.megatron.runtime import FUSE_GRADIENTS, USE_TE, in_use, on_device
 from hybrid3d.train.megatron.versions import set_in_megatron
 
 apply(patches.MODEL)

@@ -43,11 +43,12 @@ class ChangeTracker:
         ]
         self._number = {id(bucket): number for number, bucket in enumerate(self._buckets)}
         self._sums: list[torch.Tensor] = []
+        self._tensors: Mapping[str, torch.Tensor] = {}
         self.complete = False
 
-    @property
-    def nbytes(self) -> int:
-        return sum(bits.nbytes for bits in self._bits)
+    def name(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Call parameters by these local names in `bitmaps`."""
+        self._tensors = tensors
 
     @property
     def elements(self) -> int:
@@ -60,11 +61,11 @@ class ChangeTracker:
             int(unpack_bits(part[part != 0]).sum()) for bits in self._bits for part in bits.split(COMPARED_AT_ONCE // 8)
         )
 
-    def changes(self, tensors: Mapping[str, torch.Tensor]) -> Changes:
-        """Return the bitmaps of those of a rank's local tensors that are tracked."""
+    def bitmaps(self) -> Changes:
+        """Return the bitmaps of those of the named tensors that are tracked."""
         places = [(b.param_data.untyped_storage()._cdata, b.param_data.storage_offset()) for b in self._buckets]
         found = {}
-        for name, tensor in tensors.items():
+        for name, tensor in self._tensors.items():
             for (storage, first), bucket, bits in zip(places, self._buckets, self._bits, strict=True):
                 start = tensor.storage_offset() - first
                 if tensor.untyped_storage()._cdata == storage and 0 <= start < bucket.param_data.numel():

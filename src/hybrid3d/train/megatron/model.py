@@ -21,15 +21,16 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from hybrid3d.config import FP8_ALIGNMENT, Optimizer, Recipe, Train
 from hybrid3d.families import Config, Family
+from hybrid3d.reshard.ends import NOTHING_TRACKED, ChangeSource, PlainSource, WeightSource
 from hybrid3d.reshard.files import load_files
+from hybrid3d.reshard.move.device import device
 from hybrid3d.reshard.plan.layout import Demand
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.losses import masked_sum
 from hybrid3d.rl.objective import TokenLoss
-from hybrid3d.train.megatron.changes import ChangeTracker
 from hybrid3d.train.megatron.context import context_group
 from hybrid3d.train.megatron.router_replay import RouterReplay
-from hybrid3d.train.megatron.runtime import device, on_device
+from hybrid3d.train.megatron.runtime import on_device
 from hybrid3d.train.megatron.source import MegatronWeights, megatron_weights
 from hybrid3d.train.megatron.stepping import BucketedOptimizer, BucketHook, in_buckets, place_of
 from hybrid3d.train.megatron.versions import set_in_megatron
@@ -115,6 +116,7 @@ class MegatronModel:
                 self.scheduler = _scheduler(self.optimizer, optimizer, self._steps_of(recipe))
                 tracks = self._tracks_changes(recipe)
                 self._stepping = BucketedOptimizer(self.optimizer, self._modules, tracks, separately_clipped)
+                self._stepping.changes.name(self.weights.tensors)
                 self._connect()
         self.has_output = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         self._leads_context = parallel_state.get_context_parallel_rank() == 0
@@ -145,9 +147,20 @@ class MegatronModel:
         return found
 
     @property
-    def changes(self) -> ChangeTracker | None:
-        """The elements of the weights that updates have changed; None for a model that is not trained."""
-        return self._stepping.changes if self._trains else None
+    def changes(self) -> ChangeSource:
+        """The elements of the weights that updates have changed."""
+        return self._stepping.changes if self._trains and self._stepping.changes.elements else NOTHING_TRACKED
+
+    def source(self) -> WeightSource:
+        """Return the source of this rank's own weights."""
+        is_updated = self._trains and self.adapters is None
+        buckets = self.optimizer_buckets if is_updated else {}
+        return PlainSource(self.weights.tensors, self.weights.holdings, buckets, self.changes)
+
+    def adapter_source(self) -> WeightSource:
+        """Return the source of this rank's adapters, which the model must have."""
+        assert self.adapters is not None, "only called for a model with adapters"
+        return PlainSource(self.adapters.tensors, self.adapters.holdings)
 
     def _tracks_changes(self, recipe: Recipe) -> bool:
         """Return whether a sync may use the changes of this model's weights."""

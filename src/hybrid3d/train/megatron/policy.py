@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +18,11 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 from hybrid3d.config import Recipe
 from hybrid3d.families import Config, family_of
+from hybrid3d.reshard.ends import WeightSource
 from hybrid3d.reshard.file_index import ADAPTER_FILE, read_shapes
 from hybrid3d.reshard.files import load_files
+from hybrid3d.reshard.move.device import ON_CUDA
+from hybrid3d.reshard.sources import Only
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.losses import masked_sum
 from hybrid3d.rl.objective import TokenLoss, TokenScores
@@ -28,8 +31,8 @@ from hybrid3d.train.megatron.build import build_model
 from hybrid3d.train.megatron.model import MegatronModel, StepReport
 from hybrid3d.train.megatron.mtp import MtpLayers
 from hybrid3d.train.megatron.router_replay import RouterReplay
-from hybrid3d.train.megatron.runtime import ON_CUDA, on_device
-from hybrid3d.train.megatron.source import MegatronWeights, megatron_weights
+from hybrid3d.train.megatron.runtime import on_device
+from hybrid3d.train.megatron.source import megatron_weights
 from hybrid3d.train.micro_batches import MicroBatch
 
 
@@ -107,16 +110,14 @@ class Policy(MegatronModel):
         """Whether tokens are routed to experts, so that rounding may route one to another expert."""
         return self.stages[0].config.num_moe_experts is not None
 
-    @cached_property
-    def rollout_weights(self) -> MegatronWeights:
-        """This rank's weights that vLLM generates with: all but those of layers for multi-token prediction."""
-        family, held = family_of(self.config), self.weights
-        pieces = tuple(p for p in held.pieces if not family.is_mtp(p.name, self.config))
-        local = {one.view.tensor for one in pieces} | {one.view.tensor for one in held.padding}
-        tensors = {name: tensor for name, tensor in held.tensors.items() if name in local}
-        return replace(held, pieces=pieces, tensors=tensors)
+    def source(self) -> WeightSource:
+        """Return the source of this rank's weights without those of layers for multi-token prediction."""
+        family = family_of(self.config)
+        return Only(super().source(), lambda name: not family.is_mtp(name, self.config))
 
     def _tracks_changes(self, recipe: Recipe) -> bool:
+        if recipe.compares_changes:
+            return False
         awake = replace(recipe.rollout, sleep=False) if recipe.rollout is not None else None
         return (recipe if ON_CUDA else replace(recipe, rollout=awake)).can_sync_changes  # no sleep on CPU
 

@@ -14,12 +14,12 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from hybrid3d.config import Lora, Recipe, Train
 from hybrid3d.families import Config, family_of
-from hybrid3d.reshard.plan.classes import layer_of, replicate_layer, signature_of
+from hybrid3d.reshard.plan.classes import canonical_shapes, layer_of, replicate_layer, signature_of
 from hybrid3d.reshard.plan.layout import Holdings, Piece, Shape
 from hybrid3d.train.megatron.adapters import adapter_weights, add_adapters
 from hybrid3d.train.megatron.build import build_model, transformer_config
 from hybrid3d.train.megatron.runtime import as_rank
-from hybrid3d.train.megatron.source import canonical_shapes, megatron_weights
+from hybrid3d.train.megatron.source import megatron_weights
 
 
 def expected_shapes(config: Config, with_mtp: bool = False) -> dict[str, Shape]:

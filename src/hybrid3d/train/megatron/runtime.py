@@ -20,29 +20,19 @@ from megatron.core.tensor_parallel import layers
 
 from hybrid3d.config import Train
 from hybrid3d.patches import EXCHANGE_TIMEOUT, WAIT_TIMEOUT, apply
+from hybrid3d.reshard.move.device import ON_CUDA, device
 from hybrid3d.train.megatron import cpu, patches
 
-ON_CUDA = torch.cuda.is_available()
 if not ON_CUDA:
     cpu.install()
 
-from megatron.core import parallel_state  # noqa: E402 (the CPU backend must be in place first)
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
+# The CPU backend must be in place first
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 if not ON_CUDA:
     apply(patches.ON_CPU)
 logging.getLogger("megatron.core").setLevel(logging.ERROR)
-
-
-def device() -> torch.device:
-    """Return the device of this rank."""
-    return torch.device("cuda", torch.cuda.current_device()) if ON_CUDA else torch.device("cpu")
-
-
-def synchronize() -> None:
-    """Wait until this rank's GPU is idle, to measure time; does nothing without a GPU."""
-    if ON_CUDA:
-        torch.cuda.synchronize()
 
 
 def peak_memory() -> int:
@@ -50,23 +40,6 @@ def peak_memory() -> int:
     if ON_CUDA:
         return torch.cuda.max_memory_reserved()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-class SideStream:
-    """A second CUDA stream; without a GPU everything runs in order."""
-
-    def __init__(self) -> None:
-        self._stream = torch.cuda.Stream() if ON_CUDA else None
-
-    @contextlib.contextmanager
-    def behind(self) -> Iterator[None]:
-        """Launch work on the side stream, ordered after all work launched on the current stream so far."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            yield
 
 
 def on_device(meta: bool = False) -> contextlib.AbstractContextManager[object]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from hybrid3d.families import Config, Family, UnsupportedModel, family_of, is_quantized
+from hybrid3d.families import Config, Family, UnsupportedModel, family_of
 from hybrid3d.reshard.plan.box import Box
-from hybrid3d.reshard.plan.classes import Signature
 from hybrid3d.reshard.plan.layout import Demand, Fill, Holdings, Piece, View
-from hybrid3d.reshard.quantized_weights import QuantizedWeights
 
 ADAPTERS = "adapters"
 """The attribute of a stage with its adapters, which are not among the weights of the model itself."""
@@ -93,11 +91,6 @@ def megatron_weights(stages: Sequence[GPTModel], config: Config, family: Family 
     return MegatronWeights(tensors, tuple(pieces), tuple(padding), {k: tuple(names) for k, names in parts.items()})
 
 
-def quantized_weights(trained: MegatronWeights, device: torch.device, keep: bool) -> QuantizedWeights:
-    """Return what a rank sends of its weights to a quantized rollout; arguments: as for `QuantizedWeights`."""
-    return QuantizedWeights(trained.pieces, trained.tensors, is_quantized, device, keep)
-
-
 def _shards(stages: Sequence[GPTModel]) -> Iterator[tuple[str, torch.Tensor, ShardedTensor]]:
     """Yield (local name, live parameter or buffer, a shard whose data is a view of it) of all weights of a rank."""
     for number, stage in enumerate(stages):
@@ -113,14 +106,3 @@ def _shards(stages: Sequence[GPTModel]) -> Iterator[tuple[str, torch.Tensor, Sha
                         f"{shard.key}: Megatron's sharded_state_dict() returns a copy, not the live tensor"
                     )
                 yield f"stage{number}.{name}", entry.data, shard
-
-
-def canonical_shapes(signatures: Iterable[Signature]) -> dict[str, tuple[int, ...]]:
-    """Return the full shapes of the canonical tensors that these signatures hold together."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for signature in signatures:
-        for boxes, names in signature.items():
-            for name in names:
-                for box, _ in boxes:
-                    shapes[name] = tuple(map(max, shapes.get(name, box.stop), box.stop))
-    return shapes

@@ -11,10 +11,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from hybrid3d.config import Optimizer, Recipe
 from hybrid3d.families import VALUE_HEAD, Config, family_of, with_value_head
 from hybrid3d.reshard.file_index import CheckpointError, read_index
+from hybrid3d.reshard.move.device import device
 from hybrid3d.rl.batch import Batch
 from hybrid3d.train.megatron.build import build_model
 from hybrid3d.train.megatron.model import MegatronModel
-from hybrid3d.train.megatron.runtime import device, on_device
+from hybrid3d.train.megatron.runtime import on_device
 from hybrid3d.train.megatron.versions import set_in_megatron
 from hybrid3d.train.micro_batches import MicroBatch
 

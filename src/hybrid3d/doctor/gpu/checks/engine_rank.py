@@ -15,7 +15,7 @@ from hybrid3d.generation.engine import GenerationRequest, Sampling
 from hybrid3d.reshard.files import load_files
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rollout.engine import RolloutEngine, engine_settings
-from hybrid3d.sync import WeightSync
+from hybrid3d.sync import policy_sync
 from hybrid3d.train.megatron import runtime
 from hybrid3d.train.megatron.policy import Policy
 
@@ -44,7 +44,7 @@ def sync_and_generate(
     recipe = recipe_of_rank(folders[0], dtype, tp, ranks, quantization, keeps)
     policy = Policy(CONFIGS[family], recipe, rank, trainable=False)
     engine = RolloutEngine(recipe, rank, distributed.run_id(), slots)
-    sync = WeightSync(recipe, group, policy.weights, engine)
+    sync = policy_sync(recipe, group, policy, engine)
     means, largest, change = [], [], []
     batch: Batch | None = None
     for version, folder in enumerate(folders):

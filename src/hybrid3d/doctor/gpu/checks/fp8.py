@@ -13,10 +13,10 @@ from hybrid3d.doctor.gpu import one_rank
 from hybrid3d.doctor.gpu.check import Record, expect
 from hybrid3d.doctor.gpu.checks.transport import self_transport
 from hybrid3d.reshard.files import load_files
+from hybrid3d.reshard.move.device import synchronize
 from hybrid3d.reshard.move.transport import as_bytes
 from hybrid3d.reshard.plan.box import Box
 from hybrid3d.reshard.plan.layout import Demand, Piece, View
-from hybrid3d.train.megatron.runtime import synchronize
 
 BLOCK = 128
 SHAPE = 384, 640

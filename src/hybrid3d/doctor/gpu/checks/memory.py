@@ -14,12 +14,12 @@ from hybrid3d.config import Rollout
 from hybrid3d.doctor.gpu import one_rank
 from hybrid3d.doctor.gpu.check import Record, expect
 from hybrid3d.planning.memory import count_parameters, estimate_stages
+from hybrid3d.reshard.move.device import synchronize
 from hybrid3d.reshard.move.memory import DeviceBuffer
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.objective import sft_loss
 from hybrid3d.run.folder import RunFolder
 from hybrid3d.run.oom_recovery import OomRecovery, OutOfMemoryRestart, find_out_of_memory
-from hybrid3d.train.megatron.runtime import synchronize
 from hybrid3d.train.offload import OffloadableMemory
 
 ROUNDS = 20

@@ -17,11 +17,12 @@ from hybrid3d.certify.tiny_models import SIZES, write_checkpoint
 from hybrid3d.config import Recipe, Sync
 from hybrid3d.doctor.gpu import one_rank
 from hybrid3d.doctor.gpu.check import Record, expect
-from hybrid3d.doctor.gpu.landing import Landing, LandingEngine, no_synchronization
+from hybrid3d.doctor.gpu.host_waits import no_synchronization
+from hybrid3d.reshard.ends import PlainSink
+from hybrid3d.reshard.move.device import SideStream, Stream, synchronize
 from hybrid3d.rl.objective import sft_loss
-from hybrid3d.sync import WeightSync
+from hybrid3d.sync import WeightSync, weight_sync
 from hybrid3d.train.megatron.policy import Policy
-from hybrid3d.train.megatron.runtime import synchronize
 
 # Weights of 0.6 GB in bfloat16, so that the optimizer's step and the copies take milliseconds
 LARGE = {
@@ -61,16 +62,16 @@ class Clock:
 class MarkedStream:
     """The side stream of a sync, with a mark where work on it begins and ends."""
 
-    def __init__(self, stream: Any, clock: Clock):
-        self._stream, self._clock = stream, clock
+    def __init__(self, stream: Stream, clock: Clock):
+        self._stream, self.clock = stream, clock
         self.marks: list[tuple[Any, Any]] = []
 
     @contextlib.contextmanager
     def behind(self) -> Iterator[None]:
         with self._stream.behind():
-            before = self._clock.mark()
+            before = self.clock.mark()
             yield
-            self.marks.append((before, self._clock.mark()))
+            self.marks.append((before, self.clock.mark()))
 
 
 def overlap(record: Record, device: str, must_overlap: bool) -> None:
@@ -89,19 +90,19 @@ def overlap(record: Record, device: str, must_overlap: bool) -> None:
             folder, "bfloat16", sync=Sync(bucket_mib=64 if device == "cuda" else 0.25, delta="never")
         )
         policy, other = (one_rank.make_policy(config, recipe, trainable) for trainable in (True, False))
-    landing = Landing(other.weights.demand, other.weights.tensors)
-    engine: Any = LandingEngine(landing)
-    sync = WeightSync(recipe, group, policy.weights, engine, policy.optimizer_buckets)
+    landing = PlainSink(other.weights.tensors, other.weights.demand)
+    stream = MarkedStream(SideStream(), Clock(device))
+    sync = weight_sync(recipe, group, policy.source(), landing, stream=stream)
     record(weight_bytes=sum(p.nbytes for p in landing.demand.pieces), optimizer_buckets=len(policy._stepping))
     apart, together = [], []
     for version in range(ROUNDS):
         apart.append(_apart(policy, sync, recipe, config, version, device))
         _expect_arrived(policy, other, f"version {version}, synced after the step")
     for version in range(ROUNDS, 2 * ROUNDS):
-        steps, copies, milliseconds = _together(policy, sync, recipe, config, version, device)
+        steps, copies, milliseconds = _together(policy, sync, stream, recipe, config, version, device)
         together.append(milliseconds)
         _expect_arrived(policy, other, f"version {version}, synced during the step")
-        expect(engine.weight_version == version, f"the engine has version {engine.weight_version}, expected {version}")
+        expect(landing.version == version, f"the sink has version {landing.version}, expected {version}")
         record(rounds=version + 1 - ROUNDS)
     step, synced = (statistics.median(numbers) for numbers in zip(*apart, strict=True))
     common, copied = _common(steps, copies), sum(end - start for start, end in copies)
@@ -129,15 +130,19 @@ def _apart(
 
 
 def _together(
-    policy: Policy, sync: WeightSync, recipe: Recipe, config: Mapping[str, Any], version: int, device: str
+    policy: Policy,
+    sync: WeightSync,
+    stream: MarkedStream,
+    recipe: Recipe,
+    config: Mapping[str, Any],
+    version: int,
+    device: str,
 ) -> tuple[list[Interval], list[Interval], float]:
     """Update and sync at the same time; return the intervals of the buckets' steps after the first, and of the copies.
 
     The last number is the milliseconds from the first bucket's end to the end of the sync.
     """
-    clock = Clock(device)
-    stream: Any = MarkedStream(sync._stream, clock)
-    plain, sync._stream = sync._stream, stream
+    clock = stream.clock = Clock(device)
     steps: list[tuple[Any, Any]] = []
     began: list[Any] = []
 
@@ -151,13 +156,10 @@ def _together(
             sync.bucket_ready(bucket, last)
         began.append(clock.mark())
 
-    try:
-        policy.train_step(one_rank.make_batch(config, version), sft_loss, recipe, hook)
-        copies = list(stream.marks)
-        sync.finish()
-        end = clock.mark()
-    finally:
-        sync._stream = plain
+    policy.train_step(one_rank.make_batch(config, version), sft_loss, recipe, hook)
+    copies = list(stream.marks)
+    sync.finish()
+    end = clock.mark()
     synchronize()
     total = clock.interval((began[0], end))
     return [clock.interval(one) for one in steps], [clock.interval(one) for one in copies], total[1] - total[0]

@@ -24,8 +24,9 @@ from hybrid3d.config import Recipe
 from hybrid3d.doctor.gpu import one_rank
 from hybrid3d.doctor.gpu.check import Record, expect
 from hybrid3d.families import Config
+from hybrid3d.reshard.move.device import synchronize
 from hybrid3d.rl.objective import sft_loss
-from hybrid3d.train.megatron.runtime import USE_TE, in_use, peak_memory, synchronize
+from hybrid3d.train.megatron.runtime import USE_TE, in_use, peak_memory
 
 NUMBERS = Path(__file__).resolve().parent.parent / "training_numbers.json"
 FAMILIES = ("dense", "experts", "latent")

@@ -17,15 +17,16 @@ import torch.distributed as dist
 from hybrid3d.bench.values import SyntheticWeights, fill, wrong
 from hybrid3d.doctor.gpu import one_rank
 from hybrid3d.doctor.gpu.check import Record, expect
-from hybrid3d.reshard.move.executor import ExecutionReport, Executor, NamedTensors
+from hybrid3d.reshard.ends import NamedTensors
+from hybrid3d.reshard.move.device import SideStream, synchronize
+from hybrid3d.reshard.move.device import device as own_device
+from hybrid3d.reshard.move.executor import ExecutionReport, Executor
 from hybrid3d.reshard.move.memory import BatchedCopies, DeviceBuffer
 from hybrid3d.reshard.move.transport import Pending, Transport, as_bytes, make_transport
 from hybrid3d.reshard.move.verify import checksum
 from hybrid3d.reshard.plan.box import Box
 from hybrid3d.reshard.plan.layout import Demand, Holdings, Piece, View
 from hybrid3d.reshard.plan.planner import make_plan
-from hybrid3d.train.megatron.runtime import SideStream, synchronize
-from hybrid3d.train.megatron.runtime import device as own_device
 
 REPEATS = 50
 ROWS = {"cuda": 16384, "cpu": 512}

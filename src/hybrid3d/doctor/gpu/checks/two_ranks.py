@@ -13,11 +13,12 @@ from hybrid3d.certify.tiny_models import CONFIGS
 from hybrid3d.config import Sync, Train
 from hybrid3d.doctor.gpu import one_rank
 from hybrid3d.doctor.gpu.check import Record, expect
-from hybrid3d.doctor.gpu.landing import Landing, LandingEngine, no_synchronization
+from hybrid3d.doctor.gpu.host_waits import no_synchronization
 from hybrid3d.doctor.gpu.torchrun import run_on_ranks
-from hybrid3d.reshard.move.executor import NamedTensors
+from hybrid3d.reshard.ends import NamedTensors, PlainSink, PlainSource
+from hybrid3d.reshard.move.device import device as own_device
 from hybrid3d.reshard.plan.layout import Demand
-from hybrid3d.sync import WeightSync
+from hybrid3d.sync import weight_sync
 from hybrid3d.train.megatron import runtime
 from hybrid3d.train.megatron.build import build_model
 from hybrid3d.train.megatron.probe import holdings_of
@@ -46,10 +47,10 @@ def sync_between_ranks(device: str) -> dict[str, Any]:
     layout, rank = Train(tp=2), group.rank()
     runtime.initialize(layout, seed=1)
     trained = megatron_weights(build_model(config, layout, torch.bfloat16), config)
-    landing = Landing(Demand(whole.pieces), allocate(whole.pieces, runtime.device()))
-    engine: Any = LandingEngine(landing)
+    landing = PlainSink(allocate(whole.pieces, own_device()), Demand(whole.pieces))
     recipe = one_rank.recipe_for("-", "bfloat16", sync=Sync(bucket_mib=BUCKET_MIB[device], delta="never"), tp=2)
-    sync = WeightSync(recipe, group, trained, engine, dict.fromkeys(trained.tensors, 0))
+    source = PlainSource(trained.tensors, trained.holdings, dict.fromkeys(trained.tensors, 0))
+    sync = weight_sync(recipe, group, source, landing)
     dtypes = {piece.name: piece.dtype for piece in whole.pieces}
     seconds = []
     for version in range(SYNCS):

@@ -1,13 +1,16 @@
-"""A rank's weights in FP8, which it makes anew from its own weights before each sync, and which of them changed."""
+"""A source of FP8 values and scales, made anew from the weights of the source below it in each version.
+
+Every rank makes it, also one that holds nothing, because the largest values of some blocks are agreed on by all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
 from hybrid3d.reshard.delta.changes import Changes, num_bytes, pack_bits
-from hybrid3d.reshard.ends import ChangeSource
+from hybrid3d.reshard.ends import ChangeSource, Exchange, WeightSource
 from hybrid3d.reshard.fp8 import (
     BLOCK,
     IsQuantized,
@@ -17,40 +20,42 @@ from hybrid3d.reshard.fp8 import (
     quantize,
     quantized_holdings,
     regions_of,
+    split_blocks,
 )
 from hybrid3d.reshard.move.memory import DeviceBuffer, align_up, strided_view
-from hybrid3d.reshard.plan.layout import Holdings, Piece
+from hybrid3d.reshard.plan.classes import Group
+from hybrid3d.reshard.plan.layout import Piece
 
 
-class QuantizedWeights:
-    """The FP8 values and scales of the quantized tensors that a rank holds, beside its other weights.
+class Quantized:
+    """The FP8 values and scales of a source's quantized tensors, beside its other weights.
 
     Attributes:
-        pieces: what the rank has to send.
-        tensors: by local name, its own tensors, and those of FP8 values and scales; these are allocated only between
-            `allocate` and `release`.
+        holdings: what the rank sends.
+        ready_after: as for `WeightSource`; FP8 values can be made after the last optimizer bucket of their weights.
+        changes: of FP8 values and scales by comparison with the last version, where these are kept; of other weights as
+            the source below says.
+        made: the FP8 values and scales, by local name; there is memory for them from `begin` to `end`.
     """
 
     def __init__(
         self,
-        pieces: Iterable[Piece],
-        tensors: Mapping[str, torch.Tensor],
+        base: WeightSource,
         is_quantized: IsQuantized,
         device: torch.device | str,
         keep: bool,
     ):
         """
         Args:
-            pieces: of the rank's own tensors, before quantization.
-            keep: the memory from sync to sync, so that it is known which values changed.
+            keep: the memory from version to version, so that it is known which values changed.
         """
-        pieces = tuple(pieces)
-        self.pieces = quantized_holdings(Holdings(pieces), is_quantized).pieces
-        self._own, self._keeps = tensors, keep
+        pieces = base.holdings.pieces
+        self.holdings = quantized_holdings(base.holdings, is_quantized)
+        self._base, self._keeps = base, keep
         self._regions = regions_of(pieces, is_quantized)
         sizes = [size for region in self._regions for size in (region.box.numel, 4 * region.grid.numel)]
         self._buffer = DeviceBuffer(sum(map(align_up, sizes)), device)
-        self._made: dict[str, torch.Tensor] = {}
+        self.made: dict[str, torch.Tensor] = {}
         at = 0
         for region in self._regions:
             for name, box, dtype in (
@@ -58,14 +63,15 @@ class QuantizedWeights:
                 (region.local_scales, region.grid, torch.float32),
             ):
                 nbytes = box.numel * dtype.itemsize
-                self._made[name] = self._buffer.flat_view(at, nbytes, dtype).view(box.size)
+                self.made[name] = self._buffer.flat_view(at, nbytes, dtype).view(box.size)
                 at += align_up(nbytes)
-        self.tensors = {**tensors, **self._made}
         self._bits = {
             name: torch.zeros(num_bytes(made.numel()), dtype=torch.uint8, device=device)
-            for name, made in self._made.items()
+            for name, made in self.made.items()
             if keep
         }
+        self.ready_after = self._ready_after()
+        self.changes: ChangeSource = QuantizedChanges(self._bits, base.changes)
         self._split: Mapping[str, SplitBlocks] = {}
         self._rounded_scales: Collection[str] = ()
         self._largest: dict[str, torch.Tensor] = {}  # of the blocks of regions with split blocks
@@ -73,42 +79,65 @@ class QuantizedWeights:
         if not keep:
             self._buffer.release()
 
-    @property
-    def nbytes(self) -> int:
-        """The memory of values and scales."""
-        return self._buffer.nbytes
-
-    def buckets(self, optimizer_buckets: Mapping[str, int]) -> dict[str, int]:
-        """Return the optimizer bucket of each local tensor, with those after which FP8 values can be made."""
-        made = {region.local: self._bucket_of(region, optimizer_buckets) for region in self._regions}
+    def _ready_after(self) -> Mapping[str, int]:
+        made = {region.local: self._bucket_of(region) for region in self._regions}
         scales = {region.local_scales: made[region.local] for region in self._regions}
-        return {**optimizer_buckets, **made, **scales}
+        return {**self._base.ready_after, **made, **scales}
 
-    @staticmethod
-    def _bucket_of(region: Region, optimizer_buckets: Mapping[str, int]) -> int:
-        return max(optimizer_buckets.get(piece.view.tensor, -1) for piece in region.pieces)
+    def _bucket_of(self, region: Region) -> int:
+        return max(self._base.ready_after.get(piece.view.tensor, -1) for piece in region.pieces)
 
-    def share(self, split: Mapping[str, SplitBlocks], rounded_scales: Collection[str] = ()) -> None:
-        """Take note of what all ranks need.
+    def read(self, piece: Piece) -> torch.Tensor:
+        made = self.made.get(piece.view.tensor)
+        return self._base.read(piece) if made is None else strided_view(made, piece.view, piece.box.size)
 
-        Args:
-            split: the blocks that other ranks have parts of, too.
-            rounded_scales: the kinds of tensors whose scales are to be powers of two.
+    def agree(self, holders: Sequence[Group], rounded_scales: Collection[str]) -> None:
+        """Find the blocks that several ranks have parts of, and take note of the scales that are rounded.
+
+        What one engine needs, all get: any kernel computes with scales that are powers of two.
         """
-        self._split, self._rounded_scales = split, rounded_scales
+        self._base.agree(holders, rounded_scales)
+        self._split = split_blocks(signature for _, signature in holders)
+        self._rounded_scales = rounded_scales
 
-    def allocate(self) -> None:
-        """Begin a sync, for which all values are to be made."""
+    def begin(self) -> None:
+        self._base.begin()
         self._buffer.allocate()
         self._pending = list(self._regions)
 
-    def release(self) -> None:
-        """End a sync."""
+    def advance(self, bucket: int) -> bool:
+        """Quantize the weights that optimizer buckets up to this one update.
+
+        Where ranks have parts of the same blocks, that waits for the last update of all ranks.
+        """
+        if not self._base.advance(bucket) or self._split:
+            return False
+        self._quantize(bucket)
+        return True
+
+    def complete(self, exchange: Exchange) -> None:
+        """Quantize the weights that have not been yet."""
+        self._base.complete(exchange)
+        if self._split:
+            every = torch.zeros(sum(split.count for split in self._split.values()))
+            self._find_largest(every)
+            exchange.maximum_of(every)
+            self._take_largest(every)
+        self._quantize()
+
+    def end(self) -> None:
         if not self._keeps:
             self._buffer.release()
+        self._base.end()
+
+    def abandon(self) -> None:
+        self._pending, self._largest = [], {}
+        if not self._keeps:
+            self._buffer.release()
+        self._base.abandon()
 
     @torch.no_grad()
-    def find_largest(self, every: torch.Tensor) -> None:
+    def _find_largest(self, every: torch.Tensor) -> None:
         """Write the largest values of this rank's parts of split blocks into those of all tensors."""
         for region in self._regions:
             if region.name in self._split:
@@ -118,7 +147,7 @@ class QuantizedWeights:
                     shared.copy_(torch.maximum(shared, own.to(shared.device)))
 
     @torch.no_grad()
-    def take_largest(self, every: torch.Tensor) -> None:
+    def _take_largest(self, every: torch.Tensor) -> None:
         """Read the largest values of split blocks, after those of all ranks have been brought together."""
         for region in self._regions:
             if region.name in self._split:
@@ -126,11 +155,11 @@ class QuantizedWeights:
                     own.copy_(shared)
 
     @torch.no_grad()
-    def quantize(self, optimizer_buckets: Mapping[str, int] | None = None, bucket: int = 0) -> None:
+    def _quantize(self, bucket: int | None = None) -> None:
         """Make the values of all regions, or of those whose weights have been updated up to this optimizer bucket."""
         waiting = []
         for region in self._pending:
-            if optimizer_buckets is not None and self._bucket_of(region, optimizer_buckets) > bucket:
+            if bucket is not None and self.ready_after[region.local] > bucket:
                 waiting.append(region)
                 continue
             blocks = self._blocks(region)
@@ -146,7 +175,7 @@ class QuantizedWeights:
 
     def _blocks(self, region: Region) -> torch.Tensor:
         """Return the blocks of a region [m, BLOCK, n, BLOCK], with zeros where it has only parts of them."""
-        views = [strided_view(self._own[p.view.tensor], p.view, p.box.size).detach() for p in region.pieces]
+        views = [self._base.read(piece).detach() for piece in region.pieces]
         rows, columns = (n * BLOCK for n in region.grid.size)
         whole = views[0]
         if region.box.size != (rows, columns) or len(views) > 1:
@@ -159,20 +188,12 @@ class QuantizedWeights:
 
     def _replace(self, name: str, new: torch.Tensor) -> None:
         """Write what a region's values or scales are now, and mark what differs from before."""
-        made = self._made[name]
+        made = self.made[name]
         if self._keeps:
             integers = torch.uint8 if made.dtype == torch.float8_e4m3fn else torch.int32
             differ = made.view(integers) != new.contiguous().view(integers)
             self._bits[name] |= pack_bits(differ.flatten())
         made.copy_(new)
-
-    def changes(self) -> Changes:
-        """Return the bitmaps of all values and scales, if they are kept."""
-        return self._bits
-
-    def clear_changes(self) -> None:
-        for bits in self._bits.values():
-            bits.zero_()
 
 
 def _largest(blocks: torch.Tensor) -> torch.Tensor:
@@ -182,8 +203,12 @@ def _largest(blocks: torch.Tensor) -> torch.Tensor:
 class QuantizedChanges:
     """The changed elements of a rank's FP8 values and scales, and of its other weights, which `own` tracks."""
 
-    def __init__(self, weights: QuantizedWeights, own: ChangeSource):
-        self._weights, self._own = weights, own
+    def __init__(self, made: Mapping[str, torch.Tensor], own: ChangeSource):
+        """
+        Args:
+            made: the bitmaps of FP8 values and scales.
+        """
+        self.made, self._own = made, own
 
     @property
     def complete(self) -> bool:
@@ -193,13 +218,8 @@ class QuantizedChanges:
     def elements(self) -> int:
         return self._own.elements
 
-    @property
-    def nbytes(self) -> int:
-        return self._own.nbytes + sum(bits.nbytes for bits in self._weights.changes().values())
-
-    def changes(self, tensors: Mapping[str, torch.Tensor]) -> Changes:
-        made = self._weights.changes()
-        return {**self._own.changes({name: t for name, t in tensors.items() if name not in made}), **made}
+    def bitmaps(self) -> Changes:
+        return {**self._own.bitmaps(), **self.made}
 
     def check(self) -> bool:
         return self._own.check()
@@ -209,4 +229,5 @@ class QuantizedChanges:
 
     def clear(self) -> None:
         self._own.clear()
-        self._weights.clear_changes()
+        for bits in self.made.values():
+            bits.zero_()

@@ -6,8 +6,7 @@ import math
 
 import pytest
 import torch
-
-from hybrid3d.train.changed_fraction import adam_step_size, change_probability
+from predicted_changes import adam_step_size, change_probability
 
 WEIGHTS = 100_000
 BETAS, EPS = (0.9, 0.999), 1e-8

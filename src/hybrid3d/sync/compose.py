@@ -1,0 +1,154 @@
+"""What a sync of a recipe consists of: the one place that reads adapters, quantization and changes together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Protocol
+
+import torch.distributed as dist
+
+from hybrid3d.config import Recipe
+from hybrid3d.distributed import EXCHANGE_TIMEOUT, GroupExchange, weights_group
+from hybrid3d.families import is_quantized
+from hybrid3d.reshard.ends import NOTHING_TRACKED, NoSink, NoSource, WeightSink, WeightSource
+from hybrid3d.reshard.move.device import Stream, device
+from hybrid3d.reshard.move.transport import make_transport
+from hybrid3d.reshard.plan.layout import Piece
+from hybrid3d.reshard.quantized import Quantized
+from hybrid3d.reshard.sources import Compared, Merged
+from hybrid3d.sync.adapters import ChainedSync
+from hybrid3d.sync.choice import SyncEstimate
+from hybrid3d.sync.session import Sync, WeightSync
+from hybrid3d.sync.settings import SyncSettings
+
+
+class SyncedModel(Protocol):
+    """A model in the train layout, as far as a sync reads it."""
+
+    def source(self) -> WeightSource:
+        """Return the source of the model's own weights that the rollout engine generates with."""
+        ...
+
+    def adapter_source(self) -> WeightSource:
+        """Return the source of its adapters."""
+        ...
+
+    def merged(self) -> AbstractContextManager[None]:
+        """Hold in its own weights the sums with its adapters."""
+        ...
+
+
+class SyncedEngine(Protocol):
+    """A rollout engine, as far as a sync writes it."""
+
+    def sink(self) -> WeightSink:
+        """Return the sink of the model's weights."""
+        ...
+
+    def adapter_sink(self) -> WeightSink:
+        """Return the sink of its adapters."""
+        ...
+
+
+class NoModel:
+    """The model of a rank that does not train."""
+
+    def source(self) -> WeightSource:
+        return NoSource()
+
+    adapter_source = source
+
+    def merged(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class NoEngine:
+    """The engine of a rank that does not generate."""
+
+    def sink(self) -> WeightSink:
+        return NoSink()
+
+    adapter_sink = sink
+
+
+NO_MODEL, NO_ENGINE = NoModel(), NoEngine()
+
+
+def policy_sync(
+    recipe: Recipe,
+    group: dist.ProcessGroup,
+    policy: SyncedModel = NO_MODEL,
+    engine: SyncedEngine = NO_ENGINE,
+    *,
+    overlaps: bool = False,
+    transport_group: dist.ProcessGroup | None = None,
+    ranks: Sequence[int] | None = None,
+) -> Sync:
+    """Return the sync of a policy, with its adapters if it has some, between ranks that train, generate or do both.
+
+    Args:
+        overlaps: syncs overlap the last update of a step.
+        transport_group, ranks: as for `weight_sync`.
+    """
+    sync = partial(weight_sync, recipe, group, overlaps=overlaps, transport_group=transport_group, ranks=ranks)
+    source, sink = policy.source(), engine.sink()
+    if recipe.merges_adapters:
+        source = Merged(source, policy.merged)
+        if recipe.compares_changes and sink.keeps_weights:
+            source = Compared(source, _changes_alone(recipe))
+    own = sync(source, sink)
+    if not recipe.syncs_adapters:
+        return own
+    return ChainedSync(once=own, then=sync(policy.adapter_source(), engine.adapter_sink()))
+
+
+def _changes_alone(recipe: Recipe) -> Callable[[Piece], bool]:
+    """Return a function that says whether updates change a piece that is sent as it is, and not as FP8 values."""
+
+    def changes(piece: Piece) -> bool:
+        is_made = recipe.quantizes and is_quantized(piece.name)
+        return not is_made and recipe.adapts(piece.name, len(piece.box.size))
+
+    return changes
+
+
+def weight_sync(
+    recipe: Recipe,
+    group: dist.ProcessGroup,
+    source: WeightSource | None = None,
+    sink: WeightSink | None = None,
+    *,
+    overlaps: bool = False,
+    transport_group: dist.ProcessGroup | None = None,
+    ranks: Sequence[int] | None = None,
+    stream: Stream | None = None,
+) -> WeightSync:
+    """Return the sync between this rank's source and sink, quantized if the recipe says so. All ranks call it together.
+
+    Args:
+        group: the ranks of both layouts.
+        source, sink: of this rank; without one it does not train, or does not generate.
+        overlaps: syncs of all elements overlap the last update of a step.
+        transport_group: the same ranks as `group`, for weights alone; needed if `group` is not within the default
+            group.
+        ranks: the rank of each member of the group, which says what node it is on; by default that in the group.
+        stream: on which the sync runs; by default one of its own.
+    """
+    settings, source, sink = SyncSettings.of(recipe), source or NoSource(), sink or NoSink()
+    if recipe.quantizes:
+        keep = not settings.always_dense and sink.keeps_weights and source.changes is not NOTHING_TRACKED
+        source = Quantized(source, is_quantized, device(), keep)
+    transport = make_transport(
+        device(),
+        transport_group or weights_group(group, device()),
+        settings.ranks_per_node,
+        ranks,
+        EXCHANGE_TIMEOUT if ranks else None,  # such a group's own timeout is that of its creation
+        shares_memory=recipe.sync.shared_memory == "auto",
+    )
+    exchange = GroupExchange(group, ranks)
+    chooses = recipe.sync.delta == "auto"
+    estimate = SyncEstimate(recipe, exchange, transport, overlaps) if chooses else None
+    return WeightSync(source, sink, settings, exchange, transport, estimate, stream)
