@@ -22,7 +22,7 @@ from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.losses import Aggregation, masked_sum
 from hybrid3d.rl.objective import PolicyObjective, TokenScores
 from hybrid3d.run.health import Guard
-from hybrid3d.train.megatron.model import StepReport
+from hybrid3d.train.trained_model import StepReport
 from hybrid3d.trainer import experience as experience_maker
 from hybrid3d.trainer.learner import Learner
 from hybrid3d.trainer.step_experience import Experience

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save, save_file
 
-from hybrid3d.reshard import files
+from hybrid3d.reshard import ends, files
 from hybrid3d.reshard.file_index import CheckpointError, TensorEntry
 from hybrid3d.reshard.files import CheckpointReader
 from hybrid3d.reshard.plan.box import Box
@@ -165,7 +165,7 @@ def export(folder: Path, tensors: NamedTensors, max_file_bytes: int = 10**9) -> 
     entries, (holdings, memory) = entries_of(tensors, max_file_bytes), held_by_four(tensors)
     files.create_files(folder, entries)
     for rank in (2, 0, 3, 1):  # ranks come as they come
-        files.export_files(folder, entries, holdings, memory[rank], rank)
+        files.export_files(folder, entries, holdings, ends.NamedTensors(memory[rank]), rank)
     return entries
 
 
@@ -293,7 +293,7 @@ def test_missing_tensors_are_named(mixed: Path, tmp_path: Path) -> None:
     entries = entries_of(MIXED)
     files.create_files(tmp_path, entries)
     with pytest.raises(PlanError, match="6 wanted tensors are held by no rank in full"):
-        files.export_files(tmp_path, entries, {0: Holdings(())}, {}, rank=0)
+        files.export_files(tmp_path, entries, {0: Holdings(())}, ends.NoSource(), rank=0)
 
 
 def test_an_export_never_overwrites_a_checkpoint(mixed: Path) -> None:

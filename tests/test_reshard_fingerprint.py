@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from hybrid3d.replay import fingerprint as module
 from hybrid3d.replay.fingerprint import fingerprint, fingerprint_pieces, whole_fingerprints
+from hybrid3d.reshard.ends import PlainSource
 from hybrid3d.reshard.plan.box import Box
-from hybrid3d.reshard.plan.layout import Piece, View, contiguous_stride
+from hybrid3d.reshard.plan.layout import Holdings, Piece, View, contiguous_stride
 
 MODULUS = 2**64
 
@@ -25,6 +26,10 @@ def split_mix(index: int, dim: int) -> int:
 
 def number(values: torch.Tensor, box: Box) -> int:
     return int(fingerprint(values, box)) % MODULUS
+
+
+def held(pieces: list[tuple[Piece, torch.Tensor]]) -> PlainSource:
+    return PlainSource({p.name: tensor for p, tensor in pieces}, Holdings(tuple(p for p, _ in pieces)))
 
 
 def place_of(box: Box) -> tuple[slice, ...]:
@@ -89,15 +94,12 @@ def test_ranks_add_up_and_replicas_count_once() -> None:
     for low in (0, 2, 0):  # the last rank is a replica of the first, with other values
         box = Box((low, 0), (2, 6))
         pieces = [piece("w", box, values[low : low + 2].clone()), piece("b", Box.full((5,)), bias)]
-        ranks.append(fingerprint_pieces([p for p, _ in pieces * 2], {p.name: t for p, t in pieces}))
+        ranks.append(fingerprint_pieces(held(pieces * 2)))
     expected = {"w": number(values, Box.full((4, 6))), "b": number(bias, Box.full((5,)))}
     assert whole_fingerprints(ranks) == expected
 
 
 def test_boxes_that_overlap_in_part_are_refused() -> None:
-    ranks = [
-        fingerprint_pieces([piece("w", box, torch.ones(4))[0]], {"w": torch.ones(4)})
-        for box in (Box((0,), (4,)), Box((2,), (4,)))
-    ]
+    ranks = [fingerprint_pieces(held([piece("w", box, torch.ones(4))])) for box in (Box((0,), (4,)), Box((2,), (4,)))]
     with pytest.raises(ValueError, match="w: ranks hold boxes that overlap"):
         whole_fingerprints(ranks)

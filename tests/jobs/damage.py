@@ -27,6 +27,7 @@ from hybrid3d.run.folder import RunFolder, checkpoint_folder
 from hybrid3d.run.logger import Record
 from hybrid3d.storage import manifest
 from hybrid3d.train.megatron import checkpoint, runtime
+from hybrid3d.train.megatron.engine import MegatronEngine
 from hybrid3d.train.megatron.policy import Policy
 from hybrid3d.trainer.checkpoints import Checkpoints
 
@@ -132,7 +133,9 @@ def main(recipe_file: str, out: Path) -> None:
                 for name in was
             )
             if how in ("flipped in its middle", "a folder"):
-                checkpoints = Checkpoints(models, 1, Record(folder, rank, Display("run", 1, None)), dist.group.WORLD)
+                checkpoints = Checkpoints(
+                    MegatronEngine(), models, 1, Record(folder, rank, Display("run", 1, None)), dist.group.WORLD
+                )
                 said["resume"] = {"raised": None, "step": checkpoints.resume()[0]}
                 for tensor in policy.weights.tensors.values():
                     tensor.data.add_(1)

@@ -24,6 +24,7 @@ from hybrid3d.run.folder import RunFolder
 from hybrid3d.run.health import Guard
 from hybrid3d.run.logger import Record
 from hybrid3d.train.megatron import runtime
+from hybrid3d.train.megatron.engine import MegatronEngine
 from hybrid3d.train.megatron.policy import Policy
 from hybrid3d.trainer import experience as experience_maker
 from hybrid3d.trainer.learner import Learner
@@ -42,7 +43,7 @@ def train_step(recipe: Recipe, folder: RunFolder, with_pass: bool) -> dict[str, 
 
     policy = Counted(read_config(recipe.model.path), recipe, group.rank())
     guard = Guard(Record(folder, group.rank(), Display(recipe.name, recipe.run.steps, None)))
-    learner = Learner(recipe, Models.of(recipe, policy, group), guard, 0, group)
+    learner = Learner(recipe, Models.of(MegatronEngine(), recipe, policy, group), guard, 0, group)
     decides = experience_maker.come_from_update
     if with_pass:
         experience_maker.come_from_update = lambda step, recipe: False
@@ -56,7 +57,7 @@ def train_step(recipe: Recipe, folder: RunFolder, with_pass: bool) -> dict[str, 
     mask = experience.batch.response_mask.bool()
     old = None if experience.old is None else experience.old[mask].tolist()
     correction = None if experience.correction is None else experience.correction[mask].tolist()
-    weights = fingerprint_pieces(policy.weights.pieces, policy.weights.tensors).values
+    weights = fingerprint_pieces(policy.own_source()).values
     of_rank = {"passes": len(passes), "old": old, "correction": correction, "weights": weights}
     return {"metrics": row, "ranks": distributed.gather_objects(of_rank, group)}
 

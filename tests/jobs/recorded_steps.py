@@ -33,6 +33,7 @@ from hybrid3d.run.live_settings import LiveSettings
 from hybrid3d.run.logger import Record
 from hybrid3d.run.metrics import PhaseTimer, StepMetrics
 from hybrid3d.train.megatron import checkpoint, runtime
+from hybrid3d.train.megatron.engine import MegatronEngine
 from hybrid3d.train.megatron.policy import Policy
 from hybrid3d.trainer.checkpoints import Checkpoints
 from hybrid3d.trainer.learner import Learner
@@ -57,7 +58,7 @@ class TrainsMadeUpSamples:
 
     def __init__(self, recipe: Recipe, guard: Guard, group: dist.ProcessGroup):
         policy = Policy(read_config(recipe.model.path), recipe, group.rank())
-        self.models = Models.of(recipe, policy, group)
+        self.models = Models.of(MegatronEngine(), recipe, policy, group)
         self.learner = Learner(recipe, self.models, guard, 0, group)
         self.restore, self.make_experience = self.learner.restore, self.learner.make_experience
         self.update = self.learner.update
@@ -147,7 +148,7 @@ def train_run(recipe: Recipe, folder: RunFolder, faults: list[dict[str, Any]]) -
     live, guard = LiveSettings(recipe, run_record, {}, group), Guard(run_record)
     roles = TrainsMadeUpSamples(recipe, guard, group)
     models = roles.models
-    checkpoints = Checkpoints(models.trained, recipe.train.dp, run_record, group)
+    checkpoints = Checkpoints(MegatronEngine(), models.trained, recipe.train.dp, run_record, group)
     recorder = StepRecorder(models.trained, models.policy.is_reporting_rank, folder, group)
     train_rl(roles, live, guard, checkpoints, recorder, run_record, group)
     for fault in faults:

@@ -25,8 +25,9 @@ from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.objective import KlSettings, PolicyObjective, sft_loss
 from hybrid3d.rl.policy_losses import LossSettings
 from hybrid3d.train.megatron import checkpoint, runtime
-from hybrid3d.train.megatron.model import MegatronModel, StepReport
+from hybrid3d.train.megatron.model import MegatronModel
 from hybrid3d.train.megatron.policy import Policy
+from hybrid3d.train.trained_model import StepReport
 
 FILE_BYTES = 300_000  # so that the tiny checkpoints are exported into several files
 
@@ -83,7 +84,7 @@ def export(policy: MegatronModel, source: str, out: Path) -> None:
         copy_config_and_tokenizer(source, out)
     dist.barrier()
     holdings = dict(enumerate(distributed.gather_objects(policy.weights.holdings, dist.group.WORLD)))
-    export_files(out, entries, holdings, policy.weights.tensors, dist.get_rank())
+    export_files(out, entries, holdings, policy.own_source(), dist.get_rank())
     dist.barrier()
 
 

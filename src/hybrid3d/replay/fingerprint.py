@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import torch
 
-from hybrid3d.reshard.ends import NamedTensors
+from hybrid3d.reshard.ends import WeightSource
 from hybrid3d.reshard.plan.box import Box
 from hybrid3d.reshard.plan.layout import Piece
 
@@ -57,14 +57,10 @@ def fingerprint(values: torch.Tensor, box: Box) -> torch.Tensor:
     return total
 
 
-def fingerprint_pieces(pieces: Iterable[Piece], tensors: Mapping[str, torch.Tensor]) -> LocalFingerprints:
-    """Return the fingerprints of a rank's pieces. A box that it holds twice, such as of a tied weight, counts once.
-
-    Args:
-        tensors: the local tensors that the pieces are views of, by name.
-    """
-    source, held = NamedTensors(tensors), dict[tuple[str, Box], Piece]()
-    for piece in pieces:
+def fingerprint_pieces(source: WeightSource) -> LocalFingerprints:
+    """Return the fingerprints of a rank's pieces. A box that it holds twice, such as of a tied weight, counts once."""
+    held: dict[tuple[str, Box], Piece] = {}
+    for piece in source.holdings.pieces:
         held.setdefault((piece.name, piece.box), piece)
     found = [fingerprint(source.read(piece), piece.box) for piece in held.values()]
     numbers = torch.stack(found).tolist() if found else []

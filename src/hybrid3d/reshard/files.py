@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from hybrid3d.reshard.ends import NamedTensors
+from hybrid3d.reshard.ends import NamedTensors, Source
 from hybrid3d.reshard.file_index import FILE_DTYPES, INDEX_FILE, SCALE_SUFFIX, SINGLE_FILE, TensorEntry, read_index
 from hybrid3d.reshard.move.executor import run_local_plan
 from hybrid3d.reshard.plan.box import Box
@@ -197,7 +197,7 @@ def export_files(
     folder: str | Path,
     entries: Mapping[str, TensorEntry],
     holdings: Mapping[int, Holdings],
-    tensors: Mapping[str, torch.Tensor],
+    source: Source,
     rank: int,
     excluded: Collection[str] = (),
 ) -> None:
@@ -205,7 +205,7 @@ def export_files(
 
     Args:
         holdings: what every rank holds.
-        tensors: the local tensors that this rank's views refer to, by name.
+        source: of what this rank holds.
         excluded: tensors of the checkpoint that are not written here.
 
     Raises:
@@ -213,7 +213,7 @@ def export_files(
     """
     wanted = {name: entry for name, entry in entries.items() if name not in excluded}
     plan = local_plan(rank, holdings, {FILES: file_demand(wanted)})
-    run_local_plan(plan, NamedTensors(tensors), NamedTensors(open_for_writing(folder, entries)))
+    run_local_plan(plan, source, NamedTensors(open_for_writing(folder, entries)))
 
 
 def copy_tensors(

@@ -26,9 +26,7 @@ from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.run.timeline import Span
 from hybrid3d.scoring.scorer import Scores
 from hybrid3d.sync import SyncReport, policy_sync
-from hybrid3d.train.megatron import checkpoint
-from hybrid3d.train.megatron.policy import Policy
-from hybrid3d.train.megatron.stepping import BucketHook
+from hybrid3d.train.trained_model import BucketHook, TrainEngine
 from hybrid3d.trainer.learner import Learner
 from hybrid3d.trainer.models import Models
 from hybrid3d.trainer.step_experience import Experience
@@ -53,6 +51,7 @@ class Colocated:
     def __init__(
         self,
         recipe: Recipe,
+        training: TrainEngine,
         group: dist.ProcessGroup,
         slots: Sequence[int],
         guard: Guard | None = None,
@@ -62,6 +61,7 @@ class Colocated:
     ):
         """
         Args:
+            training: builds the models in the train layout.
             slots: the slot of each rank in the rollout layout.
             guard: the guard of a run that trains; None if it does not train.
             weights_of: a checkpoint whose weights the policy loads instead of those of `model.path`.
@@ -74,9 +74,9 @@ class Colocated:
         self._group, self._others, rank = group, others, group.rank()
         self.config = read_config(recipe.model.path)
         self.tokenizer = read_tokenizer(recipe)
-        self._policy = Policy(self.config, recipe, rank, trainable=guard is not None)
+        self._policy = training.policy(self.config, recipe, rank, trainable=guard is not None)
         if weights_of is not None:
-            checkpoint.load_weights({"policy": self._policy}, weights_of, group)
+            training.load_weights({"policy": self._policy}, weights_of, group)
         self._policy.offload(recipe.train)  # vLLM sizes its memory by what is free when it starts
         weights = weights_group(group, device())  # not later, for the same reason
         dist.barrier(group)  # ranks read the model at different speeds, and vLLM's start has collectives on GPUs
@@ -97,7 +97,7 @@ class Colocated:
         self.models: Models | None = None
         if guard is not None:
             self._engine.sleep()
-            self.models = Models.of(recipe, self._policy, group)
+            self.models = Models.of(training, recipe, self._policy, group)
             self._learner = Learner(recipe, self.models, guard, self.tokenizer.pad_token_id, group)
 
     def sync(self, version: int, recipe: Recipe) -> SyncReport:

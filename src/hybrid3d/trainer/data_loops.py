@@ -26,12 +26,11 @@ from hybrid3d.run.health import Guard
 from hybrid3d.run.live_settings import LiveSettings
 from hybrid3d.run.logger import Record
 from hybrid3d.run.metrics import PhaseTimer, StepMetrics
-from hybrid3d.train.megatron.model import StepReport
-from hybrid3d.train.megatron.policy import Policy
+from hybrid3d.train.trained_model import PolicyModel, StepReport
 from hybrid3d.trainer.activity import gather_activity
 from hybrid3d.trainer.checkpoints import Checkpoints
 from hybrid3d.trainer.dp_split import shares_of
-from hybrid3d.trainer.models import reference_of
+from hybrid3d.trainer.models import BaseOfPolicy
 from hybrid3d.watch.work_meter import record as work_record
 
 
@@ -72,7 +71,7 @@ class DataUpdates(Protocol):
 
 def train_on_data(
     updates: DataUpdates,
-    policy: Policy,
+    policy: PolicyModel,
     live: LiveSettings,
     guard: Guard,
     checkpoints: Checkpoints,
@@ -122,7 +121,7 @@ class SftUpdates:
 
     evaluates = False
 
-    def __init__(self, recipe: Recipe, policy: Policy):
+    def __init__(self, recipe: Recipe, policy: PolicyModel):
         self._policy, self._tokenizer = policy, read_tokenizer(recipe)
         self._train, held_out = read_data(recipe, policy.config, self._tokenizer)
         self.data = {"train": self._train, **held_out}
@@ -153,9 +152,12 @@ class DpoUpdates:
 
     evaluates = True
 
-    def __init__(self, recipe: Recipe, policy: Policy, rank: int):
-        self._policy, self._tokenizer = policy, read_tokenizer(recipe)
-        self._reference = reference_of(recipe, policy, rank) if recipe.algorithm.uses_reference else None
+    def __init__(self, recipe: Recipe, policy: PolicyModel, reference: PolicyModel | BaseOfPolicy | None):
+        """
+        Args:
+            reference: of the policy; None if the loss has none.
+        """
+        self._policy, self._tokenizer, self._reference = policy, read_tokenizer(recipe), reference
         train, held_out = read_data(recipe, policy.config, self._tokenizer)
         assert isinstance(train, PairData)
         assert isinstance(held_out["eval"], PairData)

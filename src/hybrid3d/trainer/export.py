@@ -26,7 +26,7 @@ from hybrid3d.run.folder import RunFolder, checkpoint_folder
 from hybrid3d.watch.heartbeat import enter_phase
 
 if TYPE_CHECKING:
-    from hybrid3d.train.megatron.policy import Policy
+    from hybrid3d.train.trained_model import PolicyModel
 
 
 def export(
@@ -42,15 +42,15 @@ def export(
     Args:
         merged: of a policy with adapters, write the model with them, and not the adapters in PEFT's format.
     """
-    from hybrid3d.train.megatron import checkpoint, runtime
-    from hybrid3d.train.megatron.policy import Policy
+    from hybrid3d.trainer.start import train_engine
 
     rank, console = start.rank, start.console
     group = distributed.start(start.store)
-    runtime.initialize(recipe.train, recipe.run.seed)
+    training = train_engine()
+    training.initialize(recipe)
     config, with_mtp = read_config(recipe.model.path), recipe.train.mtp_loss_coef > 0
-    policy = Policy(config, recipe, rank, trainable=False, with_mtp=with_mtp)
-    checkpoint.load_weights({"policy": policy}, checkpoint_folder(folder, step), group)
+    policy = training.policy(config, recipe, rank, trainable=False, with_mtp=with_mtp)
+    training.load_weights({"policy": policy}, checkpoint_folder(folder, step), group)
     enter_phase("export")
     from_launcher = os.environ.get(UNFINISHED)  # created by our own launcher, which removes it if a rank is killed
     with unfinished_folder(out) if rank == 0 and not from_launcher else nullcontext(from_launcher) as created:
@@ -71,7 +71,7 @@ def export(
 
 
 def write_export(
-    policy: Policy, source: str, out: Path, group: dist.ProcessGroup
+    policy: PolicyModel, source: str, out: Path, group: dist.ProcessGroup
 ) -> tuple[Mapping[str, TensorEntry], list[str]]:
     """Write the weights of a policy as a Hugging Face checkpoint into a folder; every rank writes the boxes it holds.
 
@@ -81,9 +81,9 @@ def write_export(
     Returns:
         The tensors of the export, and the names of those that are untrained copies from the source.
     """
-    config, family = policy.config, family_of(policy.config)
+    config, family, own = policy.config, family_of(policy.config), policy.own_source()
     entries = export_entries(source, config)
-    holdings = dict(enumerate(distributed.gather_objects(policy.weights.holdings, group)))
+    holdings = dict(enumerate(distributed.gather_objects(own.holdings, group)))
     written = {piece.name for held in holdings.values() for piece in held.pieces}
     if any(family.is_mtp(name, config) for name in written):
         copies = {copy: name for copy, name in family.mtp_copies(config).items() if copy in entries}
@@ -94,7 +94,7 @@ def write_export(
         create_files(out, entries)
         copy_config_and_tokenizer(source, out)
     dist.barrier(group)
-    export_files(out, entries, holdings, policy.weights.tensors, group.rank(), carried)
+    export_files(out, entries, holdings, own, group.rank(), carried)
     if group.rank() == 0:
         copy_tensors(source, out, entries, carried)
     dist.barrier(group)
@@ -111,10 +111,12 @@ def _with_copies(held: Holdings, copies: Mapping[str, str]) -> Holdings:
     return Holdings((*held.pieces, *found))
 
 
-def write_adapters(policy: Policy, recipe: Recipe, out: Path, group: dist.ProcessGroup) -> Mapping[str, TensorEntry]:
+def write_adapters(
+    policy: PolicyModel, recipe: Recipe, out: Path, group: dist.ProcessGroup
+) -> Mapping[str, TensorEntry]:
     """Write a policy's adapters in PEFT's format into a folder; every rank writes the boxes it holds."""
     assert recipe.lora is not None, "called for a run with adapters"
-    assert policy.adapters is not None, "a policy of such a recipe has adapters"
+    adapters = policy.adapter_source()
     shapes = adapted_shapes(recipe.lora, model_shapes(recipe.model.path, policy.config))
     entries = {name: TensorEntry(ADAPTER_FILE, shape, recipe.model.dtype) for name, shape in shapes.items()}
     if group.rank() == 0:
@@ -122,7 +124,7 @@ def write_adapters(policy: Policy, recipe: Recipe, out: Path, group: dist.Proces
         config = adapter_config(recipe.lora, recipe.model.path, shapes)
         (out / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     dist.barrier(group)
-    holdings = dict(enumerate(distributed.gather_objects(policy.adapters.holdings, group)))
-    export_files(out, entries, holdings, policy.adapters.tensors, group.rank())
+    holdings = dict(enumerate(distributed.gather_objects(adapters.holdings, group)))
+    export_files(out, entries, holdings, adapters, group.rank())
     dist.barrier(group)
     return entries

@@ -18,8 +18,7 @@ from hybrid3d.rl.objective import KlSettings, PolicyObjective, ValueObjective
 from hybrid3d.rl.policy_losses import LossSettings
 from hybrid3d.run.health import Guard
 from hybrid3d.run.metrics import StepMetrics
-from hybrid3d.train.megatron.model import StepReport
-from hybrid3d.train.megatron.stepping import BucketHook
+from hybrid3d.train.trained_model import BucketHook, StepReport
 from hybrid3d.trainer.experience import ExperienceMaker
 from hybrid3d.trainer.models import Models
 from hybrid3d.trainer.old_logprobs import FillOldLogprobs

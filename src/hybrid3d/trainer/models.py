@@ -20,10 +20,7 @@ from hybrid3d.inputs.completions import Completions, EndpointError
 from hybrid3d.inputs.models import read_config
 from hybrid3d.reshard.move.device import device
 from hybrid3d.rl.batch import Batch
-from hybrid3d.train.megatron.model import MegatronModel
-from hybrid3d.train.megatron.policy import Policy
-from hybrid3d.train.megatron.runtime import groups_by_axis
-from hybrid3d.train.megatron.value_model import ValueModel
+from hybrid3d.train.trained_model import PolicyModel, ScoringModel, TrainedModel, TrainEngine
 
 SEQUENCES_PER_REQUEST, REQUESTS_AT_ONCE = 8, 8
 
@@ -34,7 +31,7 @@ class ServedTeacher:
     One rank of each data-parallel replica asks for the replica's sequences and gives what it gets to the others.
     """
 
-    def __init__(self, recipe: Recipe, policy: Policy, group: dist.ProcessGroup):
+    def __init__(self, recipe: Recipe, policy: PolicyModel, group: dist.ProcessGroup):
         """Ask the server for its model's name.
 
         Raises:
@@ -58,9 +55,8 @@ class ServedTeacher:
         self._agree(lambda: self._fill(found, batch))
         if not self._policy.has_output:
             return None
-        found, axes = found.to(device()), groups_by_axis()
-        for axis in ("cp", "tp"):  # those who lead their TP group get it first
-            dist.broadcast(found, group=axes[axis], group_src=0)
+        found = found.to(device())
+        self._policy.spread(found)
         return found
 
     def _agree(self, ask: Callable[[], None]) -> None:
@@ -92,12 +88,15 @@ class ServedTeacher:
 class BaseOfPolicy:
     """A policy without its adapters, as a reference that takes no memory of its own."""
 
-    policy: Policy
+    policy: PolicyModel
 
     def logprobs(self, batch: Batch, recipe: Recipe) -> torch.Tensor | None:
-        """Return what `Policy.logprobs` of the model without adapters returns."""
+        """Return what `PolicyModel.logprobs` of the model without adapters returns."""
         with self.policy.as_base():
             return self.policy.logprobs(batch, recipe)
+
+
+Reference = PolicyModel | BaseOfPolicy | ServedTeacher
 
 
 @dataclass(frozen=True)
@@ -112,37 +111,40 @@ class Models:
         reward_model: scores samples instead of a reward function; None also where ranks of its own have it.
     """
 
-    policy: Policy
-    reference: Policy | BaseOfPolicy | ServedTeacher | None
-    critic: ValueModel | None
-    reward_model: ValueModel | None
+    policy: PolicyModel
+    reference: Reference | None
+    critic: ScoringModel | None
+    reward_model: ScoringModel | None
 
     @classmethod
-    def of(cls, recipe: Recipe, policy: Policy, group: dist.ProcessGroup) -> Models:
+    def of(cls, engine: TrainEngine, recipe: Recipe, policy: PolicyModel, group: dist.ProcessGroup) -> Models:
         """Build the models that the recipe needs besides the policy."""
         rank = group.rank()
-        reference: Policy | BaseOfPolicy | ServedTeacher | None = None
+        reference: Reference | None = None
         if recipe.algorithm.kl.endpoint is not None:
             reference = ServedTeacher(recipe, policy, group)
         elif recipe.algorithm.uses_reference:
-            reference = reference_of(recipe, policy, rank)
+            reference = reference_of(engine, recipe, policy, rank)
         critic = reward_model = None
         if recipe.algorithm.uses_critic:
-            path = recipe.critic.path or recipe.model.path
-            critic = ValueModel(read_config(path), recipe, rank, recipe.critic.optimizer or recipe.optimizer, path)
+            path, optimizer = recipe.critic.path or recipe.model.path, recipe.critic.optimizer or recipe.optimizer
+            critic = engine.scoring_model(read_config(path), recipe, rank, optimizer, path)
         if recipe.reward.model is not None and recipe.roles.reward.ranks is None:
-            reward_model = ValueModel(read_config(recipe.reward.model), recipe, rank, path=recipe.reward.model)
+            reward_model = engine.scoring_model(
+                read_config(recipe.reward.model), recipe, rank, path=recipe.reward.model
+            )
         return cls(policy, reference, critic, reward_model)
 
     @property
-    def trained(self) -> dict[str, MegatronModel]:
+    def trained(self) -> dict[str, TrainedModel]:
         """The models that checkpoints save, by name."""
         return {"policy": self.policy} | ({} if self.critic is None else {"critic": self.critic})
 
     @property
-    def _all(self) -> list[MegatronModel]:
-        models = (self.policy, self.reference, self.critic, self.reward_model)
-        return [model for model in models if isinstance(model, MegatronModel)]
+    def _all(self) -> list[TrainedModel]:
+        found: list[TrainedModel | None] = [self.policy, self.critic, self.reward_model]
+        found += [] if isinstance(self.reference, BaseOfPolicy | ServedTeacher) else [self.reference]
+        return [model for model in found if model is not None]
 
     def offload(self, train: Train) -> None:
         """Free the memory that `train.offload_*` selects; each model reallocates it when it is used."""
@@ -150,10 +152,10 @@ class Models:
             model.offload(train)
 
 
-def reference_of(recipe: Recipe, policy: Policy, rank: int) -> Policy | BaseOfPolicy:
+def reference_of(engine: TrainEngine, recipe: Recipe, policy: PolicyModel, rank: int) -> PolicyModel | BaseOfPolicy:
     """Build the reference of a policy: see `Models`."""
     if not recipe.holds_reference:
         return BaseOfPolicy(policy)
     path = recipe.algorithm.kl.reference or recipe.model.path
     config = policy.config if path == recipe.model.path else read_config(path)
-    return Policy(config, recipe, rank, path, trainable=False)
+    return engine.policy(config, recipe, rank, path, trainable=False)

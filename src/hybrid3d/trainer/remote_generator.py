@@ -27,9 +27,7 @@ from hybrid3d.run.timeline import Span
 from hybrid3d.scoring.code import sandbox
 from hybrid3d.sync import Sync, SyncReport, policy_sync
 from hybrid3d.sync.elastic import ElasticSync, Members
-from hybrid3d.train.megatron import checkpoint
-from hybrid3d.train.megatron.policy import Policy
-from hybrid3d.train.megatron.stepping import BucketHook
+from hybrid3d.train.trained_model import BucketHook, TrainEngine
 from hybrid3d.trainer.ahead import GenerationAhead
 from hybrid3d.trainer.learner import Learner
 from hybrid3d.trainer.models import Models
@@ -81,6 +79,7 @@ class TrainingRank:
     def __init__(
         self,
         recipe: Recipe,
+        training: TrainEngine,
         store: Store,
         group: dist.ProcessGroup,
         record: Record,
@@ -90,6 +89,7 @@ class TrainingRank:
     ):
         """
         Args:
+            training: builds the models in the train layout.
             group: the ranks that train; the default group.
             guard, weights_of: as for `Colocated`.
             start: number of this start of the ranks that train.
@@ -105,9 +105,9 @@ class TrainingRank:
             self._rollouts = make_rollouts(recipe, replicas, self.train, self.held_out)
             self._ahead = GenerationAhead(self._rollouts)
         self._record = record
-        self._policy = Policy(config, recipe, group.rank(), trainable=guard is not None)
+        self._policy = training.policy(config, recipe, group.rank(), trainable=guard is not None)
         if weights_of is not None:
-            checkpoint.load_weights({"policy": self._policy}, weights_of, group)
+            training.load_weights({"policy": self._policy}, weights_of, group)
         self._overlaps = guard is not None and recipe.overlaps_sync
 
         def make_sync(everyone: dist.ProcessGroup, weights: dist.ProcessGroup, ranks: tuple[int, ...]) -> Sync:
@@ -122,7 +122,7 @@ class TrainingRank:
         work_record.trains(recipe, group.rank())
         self.models: Models | None = None
         if guard is not None:
-            self.models = Models.of(recipe, self._policy, group)
+            self.models = Models.of(training, recipe, self._policy, group)
             self._learner = Learner(recipe, self.models, guard, tokenizer.pad_token_id, group)
 
     def sync(self, version: int, recipe: Recipe) -> SplitSyncReport:

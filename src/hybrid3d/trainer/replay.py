@@ -25,8 +25,7 @@ from hybrid3d.run.folder import checkpoint_folder, recorded_folder
 from hybrid3d.run.health import MAX_EXPLAINED_MISMATCH, Guard
 from hybrid3d.run.live_settings import override_settings
 from hybrid3d.run.logger import Record
-from hybrid3d.train.megatron import checkpoint
-from hybrid3d.train.megatron.policy import Policy
+from hybrid3d.train.trained_model import TrainEngine
 from hybrid3d.trainer.learner import Learner
 from hybrid3d.trainer.models import Models
 from hybrid3d.trainer.step_recorder import StepCapture
@@ -81,12 +80,19 @@ class ReplayReport:
 
 
 def replay(
-    recipe: Recipe, overrides: Sequence[str], start: int, step: int, record: Record, group: dist.ProcessGroup
+    recipe: Recipe,
+    training: TrainEngine,
+    overrides: Sequence[str],
+    start: int,
+    step: int,
+    record: Record,
+    group: dist.ProcessGroup,
 ) -> ReplayReport | None:
     """Replay the recorded steps from `start` to `step`. All ranks of the group call it.
 
     Args:
         recipe: of the run, as `training_recipe` returns it with these overrides.
+        training: builds the models.
         start: the step of a checkpoint, or 0 for the model before training.
         record: of the run; nothing is written to it.
 
@@ -96,10 +102,11 @@ def replay(
     Raises:
         BrokenCheckpoint, BrokenRecord: the checkpoint or a recorded step is damaged.
     """
-    models = Models.of(recipe, Policy(read_config(recipe.model.path), recipe, group.rank()), group)
+    policy = training.policy(read_config(recipe.model.path), recipe, group.rank())
+    models = Models.of(training, recipe, policy, group)
     learner = Learner(recipe, models, Guard(record), read_tokenizer(recipe).pad_token_id, group)
     if start:
-        progress = checkpoint.load(models.trained, checkpoint_folder(record.folder, start), group)
+        progress = training.load_checkpoint(models.trained, checkpoint_folder(record.folder, start), group)
         changed = progress["control"]["settings"]  # of these, the learner's state depends on those of the KL only
         settings = {key: value for key, value in changed.items() if key.startswith("algorithm.kl.")}
         learner.restore(progress, override_settings(recipe, settings))

@@ -14,10 +14,10 @@ import torch
 from hybrid3d.config import Recipe
 from hybrid3d.generation.samples import Sample
 from hybrid3d.rl.batch import Batch
-from hybrid3d.train.megatron.policy import Policy
+from hybrid3d.train.trained_model import PolicyModel
 
 
-def with_expert_choices(batch: Batch, samples: Sequence[Sample], policy: Policy, recipe: Recipe) -> Batch:
+def with_expert_choices(batch: Batch, samples: Sequence[Sample], policy: PolicyModel, recipe: Recipe) -> Batch:
     """Return the batch with vLLM's choices, if they are to be replayed. Where there are none, routers choose.
 
     Args:
@@ -33,14 +33,14 @@ def with_expert_choices(batch: Batch, samples: Sequence[Sample], policy: Policy,
     return replace(batch, experts=experts)
 
 
-def replaying_updates(batch: Batch, policy: Policy, recipe: Recipe) -> Batch:
+def replaying_updates(batch: Batch, policy: PolicyModel, recipe: Recipe) -> Batch:
     """Return the batch for the policy's updates, after the pass that computed the old log-probabilities."""
     if recipe.train.router_replay != "old" or policy.router_replay is None:
         return batch
     return replace(batch, experts=policy.router_replay.recorded)
 
 
-def expert_metrics(samples: Sequence[Sample], policy: Policy, recipe: Recipe) -> dict[str, float]:
+def expert_metrics(samples: Sequence[Sample], policy: PolicyModel, recipe: Recipe) -> dict[str, float]:
     """Return this rank's share of the metrics of vLLM's choices, after the pass that computed old log-probabilities.
 
     Args:

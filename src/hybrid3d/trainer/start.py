@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hybrid3d.run.health import Guard
     from hybrid3d.run.live_settings import LiveSettings
     from hybrid3d.run.logger import Record
+    from hybrid3d.train.trained_model import TrainEngine
     from hybrid3d.trainer.colocated import Colocated
     from hybrid3d.trainer.remote_generator import TrainingRank
 
@@ -127,7 +128,7 @@ def replay(
     messages = None if as_json else console
     record = Record(folder, rank, Display(recipe.name, recipe.run.steps, messages), keeps_events=False)
     start = distributed.broadcast_object(start, group)  # a run that goes on may have written a checkpoint meanwhile
-    report = replay_steps(recipe, overrides, start, step, record, group)
+    report = replay_steps(recipe, train_engine(), overrides, start, step, record, group)
     if report is not None:
         result = report.as_json()
         folder.write_replay(step, result)
@@ -144,12 +145,19 @@ def _slots(recipe: Recipe, folder: RunFolder, start: RankStart) -> Sequence[int]
     return choose_placement(recipe, start.store, folder.path, start.progress.restart_count)
 
 
+def train_engine() -> TrainEngine:
+    """Return what builds models in the train layout."""
+    from hybrid3d.train.megatron.engine import MegatronEngine
+
+    return MegatronEngine()
+
+
 def start_training(recipe: Recipe, start: RankStart) -> dist.ProcessGroup:
     """Create the default process group of the ranks that train, and Megatron's, with the memory that they take."""
     from hybrid3d.train.megatron import runtime
 
     group = distributed.start_among(recipe.role_ranks["train"], f"train/{start.progress.restart_count}", start.store)
-    runtime.initialize(recipe.train, recipe.run.seed)
+    train_engine().initialize(recipe)
     config = read_config(recipe.model.path)
     runtime.use_groups(recipe.train, family_of(config).experts(config) is not None)
     return group
@@ -169,7 +177,7 @@ def _make_roles(
     if recipe.is_split:
         from hybrid3d.trainer.remote_generator import TrainingRank
 
-        return TrainingRank(recipe, store, group, record, guard, weights_of, attempt)
+        return TrainingRank(recipe, train_engine(), store, group, record, guard, weights_of, attempt)
     from hybrid3d.trainer.colocated import Colocated
 
     others = None
@@ -177,7 +185,7 @@ def _make_roles(
         from hybrid3d.workers.roles import OtherRoles
 
         others = OtherRoles(recipe, store, record, attempt)
-    return Colocated(recipe, group, slots, guard, weights_of, others, attempt)
+    return Colocated(recipe, train_engine(), group, slots, guard, weights_of, others, attempt)
 
 
 def _train_rl(
@@ -195,8 +203,9 @@ def _train_rl(
     assert models is not None, "with a guard the roles train"
     record.data({"train": roles.train, **roles.held_out})
     identity = _identity(live, record, group)
-    sharding = decide_sharding(recipe, models.trained, record, group)
-    checkpoints = Checkpoints(models.trained, recipe.train.dp * recipe.train.cp, record, group, identity, sharding)
+    engine, replicas = train_engine(), recipe.train.dp * recipe.train.cp
+    sharding = decide_sharding(recipe, engine, models.trained, record, group)
+    checkpoints = Checkpoints(engine, models.trained, replicas, record, group, identity, sharding)
     recorder = StepRecorder(models.trained, models.policy.is_reporting_rank, record.folder, group, identity)
     train_rl(roles, live, guard, checkpoints, recorder, record, group)
 
@@ -205,18 +214,22 @@ def _train_on_data(
     live: LiveSettings, record: Record, start: RankStart, group: dist.ProcessGroup, slots: Sequence[int]
 ) -> None:
     from hybrid3d.run.health import Guard
-    from hybrid3d.train.megatron.policy import Policy
     from hybrid3d.trainer.checkpoints import Checkpoints
     from hybrid3d.trainer.data_loops import DataUpdates, DpoUpdates, SftUpdates, train_on_data
+    from hybrid3d.trainer.models import reference_of
     from hybrid3d.trainer.optimizer_sharding import decide_sharding
 
-    guard, recipe = Guard(record), live.recipe
-    policy = Policy(read_config(recipe.model.path), recipe, group.rank())
-    pairs = recipe.algorithm.uses_pairs
-    updates: DataUpdates = DpoUpdates(recipe, policy, group.rank()) if pairs else SftUpdates(recipe, policy)
+    guard, recipe, engine, rank = Guard(record), live.recipe, train_engine(), group.rank()
+    policy = engine.policy(read_config(recipe.model.path), recipe, rank)
+    updates: DataUpdates
+    if recipe.algorithm.uses_pairs:
+        uses_reference = recipe.algorithm.uses_reference
+        updates = DpoUpdates(recipe, policy, reference_of(engine, recipe, policy, rank) if uses_reference else None)
+    else:
+        updates = SftUpdates(recipe, policy)
     replicas, identity = recipe.train.dp * recipe.train.cp, _identity(live, record, group)
-    sharding = decide_sharding(recipe, {"policy": policy}, record, group)
-    checkpoints = Checkpoints({"policy": policy}, replicas, record, group, identity, sharding)
+    sharding = decide_sharding(recipe, engine, {"policy": policy}, record, group)
+    checkpoints = Checkpoints(engine, {"policy": policy}, replicas, record, group, identity, sharding)
     train_on_data(updates, policy, live, guard, checkpoints, record, group)
 
 

@@ -22,11 +22,10 @@ from hybrid3d.reshard.move.device import device
 from hybrid3d.run.folder import RunFolder, recorded_folder
 from hybrid3d.run.identity import RunIdentity
 from hybrid3d.run.metrics import PhaseTimer
-from hybrid3d.train.megatron.model import MegatronModel
+from hybrid3d.train.trained_model import TrainedModels
 from hybrid3d.train.writing import together
 from hybrid3d.trainer.step_experience import Experience
 
-Models = Mapping[str, MegatronModel]
 OUTPUTS = {  # the record's names of an `Experience`'s tensors
     "logprobs": "old",
     "reference_logprobs": "reference",
@@ -44,7 +43,9 @@ class StepCapture:
     2. `finish`, after `update`.
     """
 
-    def __init__(self, models: Models, progress: Mapping[str, Any], is_reporting: bool, group: dist.ProcessGroup):
+    def __init__(
+        self, models: TrainedModels, progress: Mapping[str, Any], is_reporting: bool, group: dist.ProcessGroup
+    ):
         """
         Args:
             models: the models that are trained, by name.
@@ -95,7 +96,7 @@ class StepRecorder:
 
     def __init__(
         self,
-        models: Models,
+        models: TrainedModels,
         is_reporting: bool,
         folder: RunFolder,
         group: dist.ProcessGroup,
@@ -149,11 +150,10 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _fingerprints(models: Models) -> dict[str, LocalFingerprints]:
+def _fingerprints(models: TrainedModels) -> dict[str, LocalFingerprints]:
     for model in models.values():
         model.onload("parameters")
-    weights = {name: model.trained_weights for name, model in models.items()}
-    return {name: fingerprint_pieces(found.pieces, found.tensors) for name, found in weights.items()}
+    return {name: fingerprint_pieces(model.trained_source()) for name, model in models.items()}
 
 
 def _token_values(experience: Experience) -> tuple[list[int], list[int], dict[str, Array]]:

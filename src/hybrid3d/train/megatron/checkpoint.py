@@ -22,13 +22,12 @@ from hybrid3d.storage.manifest import PROGRESS, BrokenCheckpoint, Identity
 from hybrid3d.train.megatron.model import MegatronModel
 from hybrid3d.train.megatron.runtime import on_device
 from hybrid3d.train.megatron.source import ADAPTERS, METADATA
+from hybrid3d.train.trained_model import DP_RESHARDABLE, FULLY_RESHARDABLE
 from hybrid3d.train.writing import CheckpointWriter
 
 OPTIMIZER_BYTES = 12  # of an element: Adam's two moments and the main weight, in float32
 EXPERTS = "is_expert_parallel"  # one of the keys by which Megatron distinguishes parameter groups
 
-# The one format of the distributed optimizer that every layout can be loaded from, and one without gathered copies
-FULLY_RESHARDABLE, DP_RESHARDABLE = "fully_reshardable", "dp_reshardable"
 OPTIMIZER = "optimizer.json"  # in a checkpoint: the format, and the layout that wrote it
 MODEL_AXES = ("tp", "pp", "vpp", "ep", "etp")  # which `dp_reshardable` cannot change
 

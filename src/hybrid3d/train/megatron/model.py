@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -32,32 +32,16 @@ from hybrid3d.train.megatron.context import context_group
 from hybrid3d.train.megatron.router_replay import RouterReplay
 from hybrid3d.train.megatron.runtime import on_device
 from hybrid3d.train.megatron.source import MegatronWeights, megatron_weights
-from hybrid3d.train.megatron.stepping import BucketedOptimizer, BucketHook, in_buckets, place_of
+from hybrid3d.train.megatron.stepping import BucketedOptimizer, in_buckets, place_of
 from hybrid3d.train.megatron.versions import set_in_megatron
 from hybrid3d.train.micro_batches import MicroBatch, micro_batches
 from hybrid3d.train.offload import OffloadableMemory
+from hybrid3d.train.trained_model import BucketHook, StepReport
 
 DDP = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True, "check_for_nan_in_grad": False}
 
 Read = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
 """Returns a tensor with b rows from the last stage's output for a micro batch of b sequences."""
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """The result of one update.
-
-    Attributes:
-        sums: sums over this rank's tokens; empty on ranks without the output layer.
-        grad_norm: the norm of the gradient before clipping.
-        lr: the learning rate of the update.
-        updated: False if the gradient's norm was not accepted; then nothing has changed.
-    """
-
-    sums: dict[str, float]
-    grad_norm: float
-    lr: float
-    updated: bool
 
 
 class MegatronModel:
@@ -151,16 +135,26 @@ class MegatronModel:
         """The elements of the weights that updates have changed."""
         return self._stepping.changes if self._trains and self._stepping.changes.elements else NOTHING_TRACKED
 
-    def source(self) -> WeightSource:
-        """Return the source of this rank's own weights."""
+    def own_source(self) -> WeightSource:
+        """Return the source of all of this rank's own weights."""
         is_updated = self._trains and self.adapters is None
         buckets = self.optimizer_buckets if is_updated else {}
         return PlainSource(self.weights.tensors, self.weights.holdings, buckets, self.changes)
 
+    def trained_source(self) -> WeightSource:
+        """Return the source of the weights that updates change."""
+        return PlainSource(self.trained_weights.tensors, self.trained_weights.holdings)
+
     def adapter_source(self) -> WeightSource:
         """Return the source of this rank's adapters, which the model must have."""
         assert self.adapters is not None, "only called for a model with adapters"
-        return PlainSource(self.adapters.tensors, self.adapters.holdings)
+        return self.trained_source()
+
+    def spread(self, values: torch.Tensor) -> None:
+        """Give the reporting rank's values, in place, to all ranks of its replica that have the output layer."""
+        groups = parallel_state.get_context_parallel_group(), parallel_state.get_tensor_model_parallel_group()
+        for group in groups:  # those who lead their TP group get it first
+            dist.broadcast(values, group=group, group_src=0)
 
     def _tracks_changes(self, recipe: Recipe) -> bool:
         """Return whether a sync may use the changes of this model's weights."""

@@ -28,12 +28,13 @@ from hybrid3d.rl.losses import masked_sum
 from hybrid3d.rl.objective import TokenLoss, TokenScores
 from hybrid3d.train.megatron.adapters import adapter_weights, add_adapters, merged_adapters, without_adapters
 from hybrid3d.train.megatron.build import build_model
-from hybrid3d.train.megatron.model import MegatronModel, StepReport
+from hybrid3d.train.megatron.model import MegatronModel
 from hybrid3d.train.megatron.mtp import MtpLayers
 from hybrid3d.train.megatron.router_replay import RouterReplay
 from hybrid3d.train.megatron.runtime import on_device
 from hybrid3d.train.megatron.source import megatron_weights
 from hybrid3d.train.micro_batches import MicroBatch
+from hybrid3d.train.trained_model import StepReport
 
 
 def vocab_parallel_entropy(logits: torch.Tensor) -> torch.Tensor:
@@ -113,7 +114,7 @@ class Policy(MegatronModel):
     def source(self) -> WeightSource:
         """Return the source of this rank's weights without those of layers for multi-token prediction."""
         family = family_of(self.config)
-        return Only(super().source(), lambda name: not family.is_mtp(name, self.config))
+        return Only(self.own_source(), lambda name: not family.is_mtp(name, self.config))
 
     def _tracks_changes(self, recipe: Recipe) -> bool:
         if recipe.compares_changes:

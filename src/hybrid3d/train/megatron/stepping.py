@@ -19,14 +19,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from hybrid3d.train.megatron.changes import ChangeTracker
 from hybrid3d.train.megatron.versions import set_in_megatron
+from hybrid3d.train.trained_model import BucketHook
 
 BUCKETS = 8  # approximate number: each bucket has at least 1/8 of a rank's parameters
-
-BucketHook = Callable[[int, bool], None]
-"""Called with a bucket's number, and whether it is the last, as soon as its parameters are updated and gathered.
-
-Ranks of one stage have the same buckets; other stages may have more or fewer.
-"""
 
 
 def in_buckets(modules: Sequence[torch.nn.Module], **settings: Any) -> list[DistributedDataParallel]:

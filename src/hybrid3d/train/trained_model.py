@@ -1,0 +1,262 @@
+"""What training asks of a model in the train layout, and of the engine that builds models and keeps them on disk.
+
+`train/megatron/` implements it with Megatron-Core, and `trainer/start.py` chooses it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from hybrid3d.config import Optimizer, Recipe, Train
+from hybrid3d.families import Config
+from hybrid3d.reshard.ends import WeightSource
+from hybrid3d.rl.batch import Batch
+from hybrid3d.rl.objective import TokenLoss
+from hybrid3d.storage.manifest import Identity
+from hybrid3d.train.writing import CheckpointWriter
+
+BucketHook = Callable[[int, bool], None]
+"""Called with a bucket's number, and whether it is the last, as soon as its parameters are updated and gathered.
+
+Ranks of one stage have the same buckets; other stages may have more or fewer.
+"""
+
+# The one format of optimizers that every layout can be loaded from, and one without gathered copies
+FULLY_RESHARDABLE, DP_RESHARDABLE = "fully_reshardable", "dp_reshardable"
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """The result of one update.
+
+    Attributes:
+        sums: sums over this rank's tokens; empty on ranks without the output layer.
+        grad_norm: the norm of the gradient before clipping.
+        lr: the learning rate of the update.
+        updated: False if the gradient's norm was not accepted; then nothing has changed.
+    """
+
+    sums: dict[str, float]
+    grad_norm: float
+    lr: float
+    updated: bool
+
+
+class TrainedModel(Protocol):
+    """This rank's shards of a model. Every rank calls every method together.
+
+    Attributes:
+        config: of the checkpoint.
+        has_output: whether this rank has the output layer, and so what is computed of tokens.
+        is_reporting_rank: whether this rank's sums count: one rank with the output layer of each replica.
+        data_parallel_rank: the number of this rank's replica.
+    """
+
+    @property
+    def config(self) -> Config: ...
+
+    @property
+    def has_output(self) -> bool: ...
+
+    @property
+    def is_reporting_rank(self) -> bool: ...
+
+    @property
+    def data_parallel_rank(self) -> int: ...
+
+    def train_step(
+        self,
+        batch: Batch,
+        token_loss: TokenLoss | None,
+        recipe: Recipe,
+        bucket_hook: BucketHook | None = None,
+        accepts_grad_norm: Callable[[float], bool] = math.isfinite,
+    ) -> StepReport:
+        """Update the model once, on the mean loss over every response token of every replica's batch.
+
+        Args:
+            token_loss: None on ranks without the output layer.
+            recipe: the settings of this step, such as the micro batch size and the learning rate.
+            bucket_hook: called with each optimizer bucket as soon as its parameters have their new values.
+            accepts_grad_norm: called with the gradient's norm before anything is updated; False skips the update.
+        """
+        ...
+
+    def end_step(self) -> None:
+        """Advance the learning rate schedule, which counts steps of the run, not updates."""
+        ...
+
+    def onload(self, *kinds: str) -> None:
+        """Undo `offload`, only for these kinds of memory if any are given."""
+        ...
+
+    def offload(self, train: Train) -> int:
+        """Free the memory that `train.offload_*` selects until it is used again; return its size in bytes."""
+        ...
+
+    def own_source(self) -> WeightSource:
+        """Return the source of all of the model's own weights."""
+        ...
+
+    def trained_source(self) -> WeightSource:
+        """Return the source of the weights that updates change: the adapters of a model that has some."""
+        ...
+
+    def spread(self, values: torch.Tensor) -> None:
+        """Give the reporting rank's values, in place, to all ranks of its replica that have the output layer."""
+        ...
+
+
+class ReplayedRouters(Protocol):
+    """The routers of a model with experts, which choose what was chosen before.
+
+    Attributes:
+        shape: layers with experts, and experts of a token.
+        recorded: the choices of the last pass if it was recorded, [B, T, layers, experts of a token].
+    """
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def recorded(self) -> torch.Tensor | None: ...
+
+    def equal_choices(self) -> int:
+        """Return how many of the given choices this rank's routers would have made themselves."""
+        ...
+
+
+class PolicyModel(TrainedModel, Protocol):
+    """A language model whose log-probabilities are those of the distribution that the rollout engine samples.
+
+    Attributes:
+        has_experts: whether tokens are routed to experts, so that rounding may route one to another expert.
+        router_replay: makes routers choose the experts that a batch has; None where they always choose themselves.
+    """
+
+    @property
+    def has_experts(self) -> bool: ...
+
+    @property
+    def router_replay(self) -> ReplayedRouters | None: ...
+
+    def logprobs(self, batch: Batch, recipe: Recipe) -> torch.Tensor | None:
+        """Return the log-probability of every token given those before it, [B, T]; None without the output layer."""
+        ...
+
+    def logprobs_and_entropies(self, batch: Batch, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return also the entropy, in nats, of the distribution that each token was sampled from, both [B, T]."""
+        ...
+
+    def as_base(self) -> AbstractContextManager[None]:
+        """Compute what the model without its adapters computes."""
+        ...
+
+    def merged(self) -> AbstractContextManager[None]:
+        """Hold in its own weights the sums with its adapters, if it has some."""
+        ...
+
+    def source(self) -> WeightSource:
+        """Return the source of the weights that the rollout engine generates with."""
+        ...
+
+    def adapter_source(self) -> WeightSource:
+        """Return the source of its adapters, which it must have."""
+        ...
+
+
+class ScoringModel(TrainedModel, Protocol):
+    """A model with one number per token: a critic, or a reward model."""
+
+    def values(self, batch: Batch, recipe: Recipe) -> torch.Tensor | None:
+        """Return the value before each token is sampled, [B, T] float32; None without the output layer."""
+        ...
+
+    def scores(self, batch: Batch, recipe: Recipe) -> torch.Tensor | None:
+        """Return the score of each sequence, at its last token, [B] float32; None without the output layer."""
+        ...
+
+
+TrainedModels = Mapping[str, TrainedModel]
+"""The models of a run by name; in a checkpoint all keys of a model begin with its name."""
+
+
+class TrainEngine(Protocol):
+    """Builds models in the train layout, and writes and reads their checkpoints. All ranks call methods together."""
+
+    def initialize(self, recipe: Recipe) -> None:
+        """Build the process groups of the train layout over the default group, and seed random states."""
+        ...
+
+    def policy(
+        self,
+        config: Config,
+        recipe: Recipe,
+        rank: int,
+        path: str | None = None,
+        trainable: bool = True,
+        with_mtp: bool | None = None,
+    ) -> PolicyModel:
+        """Build a policy with the weights of the checkpoint `path`; by default the recipe's, with its adapters.
+
+        Args:
+            with_mtp: build its layers for multi-token prediction; None builds them where the recipe trains them.
+        """
+        ...
+
+    def scoring_model(
+        self,
+        config: Config,
+        recipe: Recipe,
+        rank: int,
+        optimizer: Optimizer | None = None,
+        path: str | None = None,
+    ) -> ScoringModel:
+        """Build a model with one number per token; without an optimizer it is not trained."""
+        ...
+
+    def begin_checkpoint(
+        self,
+        models: TrainedModels,
+        folder: Path,
+        progress: Mapping[str, Any],
+        group: dist.ProcessGroup,
+        in_background: bool,
+        identity: Identity | None,
+        sharding: str,
+    ) -> CheckpointWriter:
+        """Start writing models, their optimizers and schedules; the returned writer finishes the checkpoint."""
+        ...
+
+    def load_checkpoint(self, models: TrainedModels, folder: Path, group: dist.ProcessGroup) -> dict[str, Any]:
+        """Load models, their optimizers and schedules; return the progress that was saved with them.
+
+        Raises:
+            BrokenCheckpoint: on every rank, before anything is changed: the files differ from what was written.
+            CheckpointUnloadable: the files are intact, but cannot be loaded into these models.
+        """
+        ...
+
+    def load_weights(self, models: TrainedModels, folder: Path, group: dist.ProcessGroup) -> None:
+        """Load only the weights of these models. Raises the errors of `load_checkpoint`."""
+        ...
+
+    def bytes_expected(self, models: TrainedModels, replicas: int, group: dist.ProcessGroup) -> int:
+        """Estimate the bytes of a checkpoint of models of which so many replicas hold the same weights."""
+        ...
+
+    def host_bytes(self, models: TrainedModels, sharding: str) -> int:
+        """Return the bytes of optimizer state that saving makes in this rank's host memory."""
+        ...
+
+    def can_shard_by_ranks(self, models: TrainedModels, group: dist.ProcessGroup) -> bool:
+        """Return whether each rank has a part of each bucket, as `dp_reshardable` requires; the same on every rank."""
+        ...
