@@ -21,6 +21,7 @@ from train_layouts import built, forget, my_batch, recipe_for, report_of
 from hybrid3d import distributed
 from hybrid3d.config import Train
 from hybrid3d.inputs.models import read_config
+from hybrid3d.reshard.ends import PlainSource
 from hybrid3d.rl.objective import sft_loss
 from hybrid3d.train.megatron import checkpoint, runtime
 from hybrid3d.train.megatron.policy import Policy
@@ -36,8 +37,8 @@ def export_gradients(policy: Policy, source: str, out: Path) -> None:
     """Export gradients in the place of the weights; they are whole where no other rank has the same weights."""
     of = {place_of(p): p.main_grad for stage in policy.stages for p in stage.parameters()}
     gradients = {n: of.get(place_of(t), torch.zeros_like(t)) for n, t in policy.weights.tensors.items()}
-    weights = replace(policy.weights, tensors=gradients)
-    export(SimpleNamespace(weights=weights, config=policy.config), source, out)
+    of_gradients = PlainSource(gradients, policy.weights.holdings)
+    export(SimpleNamespace(own_source=lambda: of_gradients, config=policy.config), source, out)
 
 
 def step(policy: Policy, spec: dict[str, Any], dp: int, gradients: Path | None = None) -> dict[str, Any]:
