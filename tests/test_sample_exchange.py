@@ -7,6 +7,7 @@ that `torch.distributed.all_gather_object` receives for them.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import pickle
 import random
 import sys
@@ -29,6 +30,11 @@ from hybrid3d.generation.exchange import AnswerExchange, deliver_choices
 from hybrid3d.generation.samples import Sample, held_samples
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+
+# A process that is forked from this one, which may have computed with several threads by then, can hang in torch
+multiprocessing.set_forkserver_preload(
+    ["torch.distributed", "hybrid3d.generation.exchange", "hybrid3d.generation.delivery"]
+)
 
 RANKS, TP, TOKENS = 8, 4, 300
 COUNTS = (20, 60)  # samples of each replica: one has three times as many
@@ -196,7 +202,7 @@ def member(rank: int, work: Callable[[int, int], dict[str, Any]], per_node: int,
 def on_ranks(work: Callable[[int, int], dict[str, Any]], per_node: int = 8) -> list[dict[str, Any]]:
     """Return what each of eight ranks finds."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(member, (work, per_node, folder), RANKS, start_method="fork")
+        mp.start_processes(member, (work, per_node, folder), RANKS, start_method="forkserver")
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 
