@@ -46,74 +46,59 @@ class DequantizingLinear(Fp8BlockScaledMMLinearKernel):
         raise NotImplementedError("`apply_weights` computes the layer")
 
 
-class DequantizingExperts(CPUExpertsFp8):
+class _OneByOne:
+    """Computes one expert after another, of those that have tokens; with SiLU and without biases."""
+
+    @staticmethod
+    def _supports_activation(activation: MoEActivation) -> bool:
+        return bool(activation == MoEActivation.SILU)
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        *_: Any,
+        **__: Any,
+    ) -> None:
+        """Write into `output` [tokens, hidden] the weighted sums of what the chosen experts compute."""
+        output.zero_()
+        for expert in topk_ids.unique().tolist():
+            tokens, choice = (topk_ids == expert).nonzero(as_tuple=True)
+            fc1, fc2 = self._weights_of(w1, w2, expert, output.dtype)
+            gate, up = torch.nn.functional.linear(hidden_states[tokens], fc1).chunk(2, -1)
+            computed = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, fc2)
+            output.index_add_(0, tokens, (computed * topk_weights[tokens, choice, None]).to(output.dtype))
+
+    def _weights_of(
+        self, w1: torch.Tensor, w2: torch.Tensor, expert: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the two matrices of an expert."""
+        return w1[expert], w2[expert]
+
+
+class PlainExperts(_OneByOne, CPUUnquantizedExperts):
+    """Computes experts from weights that stay as they are loaded."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Keep the weights as they are loaded."""
+
+
+class DequantizingExperts(_OneByOne, CPUExpertsFp8):
     """Dequantizes the weights of each expert that has tokens, each time that a layer computes."""
 
     @staticmethod
     def _supports_current_device() -> bool:
         return bool(current_platform.is_cpu())
 
-    @staticmethod
-    def _supports_activation(activation: MoEActivation) -> bool:
-        return bool(activation == MoEActivation.SILU)
-
-    def apply(
-        self,
-        output: torch.Tensor,
-        hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        *_: Any,
-        **__: Any,
-    ) -> None:
-        def weights_of(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-            fc1 = dequantize(w1[expert], self.w1_scale[expert], output.dtype)
-            return fc1, dequantize(w2[expert], self.w2_scale[expert], output.dtype)
-
-        _compute_experts(output, hidden_states, weights_of, topk_weights, topk_ids)
-
-
-class PlainExperts(CPUUnquantizedExperts):
-    """Computes each expert that has tokens with torch, from weights that stay as they are loaded."""
-
-    @staticmethod
-    def _supports_activation(activation: MoEActivation) -> bool:
-        return bool(activation == MoEActivation.SILU)
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Keep the weights as they are loaded."""
-
-    def apply(
-        self,
-        output: torch.Tensor,
-        hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        *_: Any,
-        **__: Any,
-    ) -> None:
-        _compute_experts(output, hidden_states, lambda expert: (w1[expert], w2[expert]), topk_weights, topk_ids)
-
-
-def _compute_experts(
-    output: torch.Tensor,
-    hidden_states: torch.Tensor,
-    weights_of: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-) -> None:
-    """Write into `output` [tokens, hidden] the weighted sums of what the chosen experts compute."""
-    output.zero_()
-    for expert in topk_ids.unique().tolist():
-        tokens, choice = (topk_ids == expert).nonzero(as_tuple=True)
-        fc1, fc2 = weights_of(expert)
-        gate, up = torch.nn.functional.linear(hidden_states[tokens], fc1).chunk(2, -1)
-        computed = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, fc2)
-        output.index_add_(0, tokens, (computed * topk_weights[tokens, choice, None]).to(output.dtype))
+    def _weights_of(
+        self, w1: torch.Tensor, w2: torch.Tensor, expert: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        fc1 = dequantize(w1[expert], self.w1_scale[expert], dtype)
+        return fc1, dequantize(w2[expert], self.w2_scale[expert], dtype)
 
 
 def use_torch(layer: Any, remove_weight: bool) -> None:

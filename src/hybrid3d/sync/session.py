@@ -259,7 +259,10 @@ class WeightSync(Sync):
     def finish(self) -> SyncReport:
         with self._on_side_stream():
             self.source.complete(self._exchange)
-            done = self._executing.finish() if self._delta.reason else self._send_changes()
+            if self._delta.reason:
+                done = self._executing.finish()
+            else:
+                done = self._delta.run(self._plan, self.transport, self._verifying)
             self.sink.end()
             corrupted = corrupted_on_any(done.corrupted, self._exchange) if self._verifying else ()
             if corrupted:
@@ -303,9 +306,6 @@ class WeightSync(Sync):
         if self._executor is None:  # not earlier: before the first sync the trainer may be offloaded
             self._executor = Executor(self.plan, self.source, self.sink, self.transport, device())
         return self._executor
-
-    def _send_changes(self) -> DeltaReport:
-        return self._delta.run(self._plan, self.transport, self._verifying)
 
     def _send_again(self, corrupted: tuple[str, ...]) -> ExecutionReport:
         logger.warning("%d tensors arrived corrupted: %s; sending everything again", len(corrupted), listed(corrupted))
