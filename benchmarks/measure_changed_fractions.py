@@ -64,7 +64,7 @@ def measure(lr: str, out: Path) -> None:
         roles.sync(step, recipe)
         generated = roles.generate_batch(step, batch, recipe)
         batch += generated.batches
-        experience = roles.make_experience(generated.samples, step, recipe)
+        experience = roles.make_experience(generated, step, recipe)
         predicted = predict(policy, recipe, step)
         before = {name: tensor.detach().clone() for name, tensor in policy.weights.tensors.items()}
         metrics = roles.update(experience, step, recipe)

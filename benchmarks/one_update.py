@@ -35,7 +35,7 @@ def measure(model: str, out: Path) -> dict[bool, list[float]]:
     import torch.distributed as dist
 
     from hybrid3d.config import Algorithm, Data, Kl, Model, Optimizer, Recipe, Rollout, Run, Train
-    from hybrid3d.generation.samples import Sample
+    from hybrid3d.generation.samples import RolloutBatch, Sample
     from hybrid3d.inputs.models import read_config
     from hybrid3d.reshard.move.device import synchronize
     from hybrid3d.run.display import Display
@@ -79,7 +79,7 @@ def measure(model: str, out: Path) -> dict[bool, list[float]]:
         experience.come_from_update = lambda *_, with_pass=with_pass: not with_pass
         synchronize()
         start = time.perf_counter()
-        learner.update(learner.make_experience(samples, step, recipe), step, recipe)
+        learner.update(learner.make_experience(RolloutBatch(samples), step, recipe), step, recipe)
         synchronize()
         seconds[with_pass].append(time.perf_counter() - start)
     runtime.shutdown()

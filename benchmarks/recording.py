@@ -36,7 +36,7 @@ def measure(model: str, dtype: str, out: Path) -> dict[str, float]:
     import torch.distributed as dist
 
     from hybrid3d.config import Algorithm, Data, Kl, Model, Optimizer, Recipe, Rollout, Run, Train
-    from hybrid3d.generation.samples import Sample
+    from hybrid3d.generation.samples import RolloutBatch, Sample
     from hybrid3d.inputs.models import read_config
     from hybrid3d.reshard.move.device import synchronize
     from hybrid3d.run.display import Display
@@ -91,14 +91,14 @@ def measure(model: str, dtype: str, out: Path) -> dict[str, float]:
         return result
 
     for step in range(STEPS + 1):
-        samples, timer = [sample() for _ in range(PROMPTS * GROUP)], PhaseTimer()
+        generated, timer = RolloutBatch([sample() for _ in range(PROMPTS * GROUP)]), PhaseTimer()
         for values in seconds.values():
             values.append(0.0)
-        experience = timed("step", lambda: learner.make_experience(samples, step, recipe))  # noqa: B023
+        experience = timed("step", lambda: learner.make_experience(generated, step, recipe))  # noqa: B023
         timed("record", lambda: recorder.begin(step, recipe, learner.progress, timer))  # noqa: B023
         metrics = timed("step", lambda: learner.update(experience, step, recipe))  # noqa: B023
         row = metrics.reduce(group)
-        timed("record", lambda: recorder.finish(step, recipe, samples, experience, row, timer))  # noqa: B023
+        timed("record", lambda: recorder.finish(step, recipe, generated, experience, row, timer))  # noqa: B023
     runtime.shutdown()
     files = {path.name: float(path.stat().st_size) for path in recorded_folder(folder, STEPS).iterdir()}
     return files | {key: statistics.median(values[1:]) for key, values in seconds.items()}  # the first is warmup

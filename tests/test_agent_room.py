@@ -52,7 +52,7 @@ class Agent:
 
     def truncated(self) -> list[bool]:
         session: Session = self.session
-        return [sample.truncated for sample in samples_of(session, TOKENIZER)]
+        return [sample.truncated for sample in samples_of(session, TOKENIZER, 0.0)]
 
 
 def test_an_answer_that_ends_with_its_last_token_is_complete() -> None:

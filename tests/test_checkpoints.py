@@ -13,6 +13,7 @@ from hybrid3d.config import Run
 from hybrid3d.run.display import Display
 from hybrid3d.run.folder import RunFolder, checkpoint_folder
 from hybrid3d.run.logger import Record
+from hybrid3d.run.progress import Progress
 from hybrid3d.storage.disk import CheckpointWriteError
 from hybrid3d.storage.manifest import UnusableCheckpoint
 from hybrid3d.train.megatron.engine import MegatronEngine
@@ -78,7 +79,7 @@ def test_the_settings_of_a_step_say_how_many_checkpoints_stay(checkpoints: Any) 
     for step in (1, 2, 3):
         checkpoint_folder(folder, step).mkdir(parents=True)
     checkpoints._writing = Written(checkpoint_folder(folder, 3))
-    checkpoints.save_if_due(4, {}, Run(steps=9, checkpoint_every=5, keep_last=2))
+    checkpoints.save_if_due(4, Progress(), Run(steps=9, checkpoint_every=5, keep_last=2))
     checkpoints.close()
     assert [checkpoint_folder(folder, step).exists() for step in (1, 2, 3)] == [False, True, True]
 

@@ -725,10 +725,8 @@ AGENTS = "rollout.agents.timeout_seconds=5"
     ("settings", "problem"),
     [
         (["rollout.environment=calculator"], "agents take turns themselves: leave rollout.environment=calculator out"),
-        (["reward.model=judge"], "a reward model does not score agents' answers: leave reward.model out"),
         (["reward.overlong_buffer=4"], "the length of an agent's answer is not that of one sequence"),
         (["rollout.expert_parallel=true", "rollout.dp=2"], "engines that share experts (rollout.dp=2) step together"),
-        (["roles.reward.ranks=2"], "agents' answers are scored where they are generated: leave roles.reward.ranks out"),
         (
             ["async.partial=continue", "async.max_staleness=2", "algorithm.correction.kind=truncate"],
             "a step waits for its agents: leave async.partial=continue out",
@@ -737,6 +735,8 @@ AGENTS = "rollout.agents.timeout_seconds=5"
 )
 def test_what_agents_cannot_be_combined_with(load: Any, settings: list[str], problem: str) -> None:
     load(DEMO, [AGENTS, "reward.max_failures=0.5"])  # which a reward by name alone never has
+    load(DEMO, [AGENTS, "reward.model=judge"])
+    load(DEMO, [AGENTS, "roles.reward.ranks=2"])
     assert any(found.startswith(f"rollout.agents: {problem}") for found in problems(load, AGENTS, *settings))
 
 

@@ -21,6 +21,7 @@ from hybrid3d.generation.rollouts import Rollouts
 from hybrid3d.generation.samples import Sample
 from hybrid3d.rl.data import Example
 from hybrid3d.scoring.functions import FINAL_ANSWERS, REWARDS
+from hybrid3d.scoring.scorer import Given, Scorers, Scores
 from run_ranks import ROOT
 
 DEMO = ROOT / "recipes/demo-cpu.yaml"
@@ -90,6 +91,10 @@ def test_one_answer_has_the_metrics_that_it_always_had() -> None:
     assert found == {"accuracy": 0.25, "reward": pytest.approx(0.65)}
 
 
+NOTHING_TO_SCORE: Any = SimpleNamespace(score=lambda queries: Scores([0.0 for _ in queries]))
+GIVEN = Scorers(None, Given(NOTHING_TO_SCORE))
+
+
 def recipe_of(*overrides: str) -> Recipe:
     return load_recipe(DEMO, overrides)
 
@@ -99,8 +104,8 @@ def test_an_evaluation_of_two_files(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(*SAMPLED, "evaluation.top_p=0.9", "evaluation.k=[1,2]", "evaluation.data.hard=hard.parquet")
     asked: list[list[tuple[Example, int]]] = []
 
-    def answer(shares: Any, version: int, sampling: Sampling, scored: bool) -> dict[int, Answers]:
-        assert (sampling, scored) == (Sampling(0.7, top_p=0.9), True)
+    def answer(shares: Any, version: int, sampling: Sampling) -> dict[int, Answers]:
+        assert sampling == Sampling(0.7, top_p=0.9)
         asked.append([one for share in shares.values() for one in share])
         assert all(len(share) % 4 == 0 for share in shares.values())
         return {n: Answers([to(*one, place) for place, one in enumerate(share)]) for n, share in shares.items()}
@@ -108,11 +113,11 @@ def test_an_evaluation_of_two_files(monkeypatch: pytest.MonkeyPatch) -> None:
     def to(example: Example, seed: int, place: int) -> Sample:
         right = example.prompt == "easy" or (example.row == 0 and place % 4 == 3)
         text = "#### 7" if right else f"#### {place % 2}"
-        return Sample("", (1,), (2,), (True,), (-0.5,), text, float(right), versions=(0,))
+        return Sample("", (1,), (2,), (True,), (-0.5,), text, float(right), versions=(0,), scored=True)
 
     files = {name: [Example(row, name, "7", (1,)) for row in range(3)] for name in ("easy", "hard")}
     held_out: Any = {key: SimpleNamespace(examples=files[name]) for key, name in (("eval", "easy"), ("hard", "hard"))}
-    rollouts = Rollouts(recipe, SimpleNamespace(numbers=(0, 1), answer=answer), None, held_out)  # type: ignore[arg-type]
+    rollouts = Rollouts(recipe, SimpleNamespace(numbers=(0, 1), answer=answer), GIVEN, None, held_out)  # type: ignore[arg-type]
     result = rollouts.evaluate(0, recipe)
     assert result.metrics == {
         "eval/accuracy": 1.0,
@@ -141,12 +146,12 @@ def test_an_evaluation_of_two_files(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_greedy_answers_have_no_seeds() -> None:
     recipe, asked = recipe_of("rollout.stop=['x']"), list[Any]()
 
-    def answer(shares: Any, version: int, sampling: Sampling, scored: bool) -> dict[int, Answers]:
+    def answer(shares: Any, version: int, sampling: Sampling) -> dict[int, Answers]:
         asked.extend([sampling.stop, *shares[0]])
-        return {0: Answers([Sample("", (1,), (2,), (True,), (), "", 1.0, versions=(0,))])}
+        return {0: Answers([Sample("", (1,), (2,), (True,), (), "", 1.0, versions=(0,), scored=True)])}
 
     held_out: Any = {"eval": SimpleNamespace(examples=["example"])}
-    rollouts = Rollouts(recipe, SimpleNamespace(numbers=(0,), answer=answer), None, held_out)  # type: ignore[arg-type]
+    rollouts = Rollouts(recipe, SimpleNamespace(numbers=(0,), answer=answer), GIVEN, None, held_out)  # type: ignore[arg-type]
     assert rollouts.evaluate(0, recipe).metrics == {"eval/accuracy": 1.0, "eval/reward": 1.0}
     assert asked == [("x",), ("example", None)]
 

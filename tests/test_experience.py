@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid3d.config import Recipe, load_recipe
-from hybrid3d.generation.samples import Sample
+from hybrid3d.generation.samples import RolloutBatch, Sample
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.losses import Aggregation, masked_sum
 from hybrid3d.rl.objective import PolicyObjective, TokenScores
@@ -95,12 +95,12 @@ def trained(
     guard: Any = Guard(None)  # type: ignore[arg-type]
     guard._engines_compared = True
     learner = Learner(recipe, of_run, guard, 0, group)
-    experience = learner.make_experience(samples, step, recipe)
+    experience = learner.make_experience(RolloutBatch(samples), step, recipe)
     metrics = experience.metrics
     metrics.update(learner.update(experience, step, recipe))
     row = metrics.reduce(group)
-    assert learner.progress["kl"]["coef"] != 0.1 or recipe.algorithm.kl.target is None  # the adaptive one is adapted
-    return policy, experience, row | {"the next KL coefficient": learner.progress["kl"]["coef"]}
+    assert learner.progress.kl["coef"] != 0.1 or recipe.algorithm.kl.target is None  # the adaptive one is adapted
+    return policy, experience, row | {"the next KL coefficient": learner.progress.kl["coef"]}
 
 
 def branched(rewards: Sequence[float]) -> list[Sample]:
@@ -348,7 +348,7 @@ def test_a_critic_that_is_not_updated_leaves_the_old_log_probabilities_to_a_pass
     settings = ["algorithm.name=ppo", "algorithm.correction={kind: truncate, high: 1.05}"]
     recipe, samples = recipe_of(*settings), branched((1.0, 0.0, 0.25, 1.0, 0.0, 1.0, 0.75, 0.0))
     learner = Learner(recipe, models, Guard(None), 0, alone)  # type: ignore[arg-type]
-    experience = learner.make_experience(samples, 1, recipe)
+    experience = learner.make_experience(RolloutBatch(samples), 1, recipe)
     assert (policy.passes, experience.old_from_update) == (0, True)
     row = learner.update(experience, 1, recipe).reduce(alone)
     assert (policy.passes, policy.gradients, skipped) == (1, [], ["critic"])

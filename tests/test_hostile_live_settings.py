@@ -117,7 +117,7 @@ def goes_on(live: LiveSettings) -> list[dict[str, Any]]:
     assert live.settings_for_step(2) == before
     assert said.events == []  # once is enough
     assert time.monotonic() - began < 20
-    json.loads(json.dumps(live.progress))
+    json.loads(json.dumps(live.control))
     if path.is_dir():
         path.rmdir()
     path.unlink(missing_ok=True)
@@ -169,4 +169,4 @@ def test_damaged_files(live: LiveSettings) -> None:
             )
         path.write_bytes(bytes(content))
         live.settings_for_step(1)
-        json.dumps(live.progress)
+        json.dumps(live.control)

@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "watch": {"launch_environment", "process", "distributed", "config"},
     "inputs": {"errors", "storage", "families", "reshard", "rl", "config"},
     "generation": {"distributed", "rl", "config", "scoring"},
-    "train": {"patches", "storage", "families", "process", "distributed", "reshard", "rl", "config"},
+    "train": {"patches", "storage", "families", "process", "distributed", "reshard", "rl", "config", "scoring"},
     "rollout": {"patches", "families", "reshard", "config", "generation"},
     "run": {"errors", "storage", "distributed", "rl", "config", "watch", "inputs", "generation"},
     "replay": {"errors", "storage", "reshard", "config", "generation", "run"},
@@ -54,7 +54,7 @@ MAY_IMPORT = {
         *("sync",),
     },
     "workers": {
-        *("launch_environment", "process", "distributed", "ledger", "rl", "config", "scoring", "watch", "inputs"),
+        *("launch_environment", "process", "distributed", "ledger", "config", "scoring", "watch", "inputs"),
         *("generation", "train", "rollout", "run", "sync"),
     },
     "trainer": {

@@ -19,8 +19,9 @@ from hybrid3d import process
 from hybrid3d.launch import failures
 from hybrid3d.process import child_pids, engine_name, remove_shared_memory
 from hybrid3d.scoring.environments import EnvironmentRunner
+from hybrid3d.scoring.function_scorer import FunctionScorer
 from hybrid3d.scoring.pool_client import load_in_subprocess
-from hybrid3d.scoring.scorer import Scorer
+from queries import score
 from run_ranks import MARK, ROOT, SHARED_MEMORY, kill_marked, marked
 
 pytestmark = pytest.mark.processes
@@ -119,8 +120,8 @@ def left(mark: str, within: float, most: Callable[[dict[int, dict[str, str]]], b
 
 @pytest.mark.parametrize("ending", ENDS)
 def test_nothing_of_a_reward_is_left(ending: str, mark: str) -> None:
-    with Scorer(f"leaving:{ending}", workers=4, timeout_seconds=3.0, default=0.0) as scorer:
-        scores = scorer.score([(kind, "", "") for kind in KINDS])
+    with FunctionScorer(f"leaving:{ending}", workers=4, timeout_seconds=3.0, default=0.0) as scorer:
+        scores = score(scorer, [(kind, "", "") for kind in KINDS])
     reward, failure = ENDS[ending]
     assert (scores.rewards, scores.failures) == ([reward] * 4, {failure: 4} if failure else {})
     assert left(mark, 0.5)
@@ -128,8 +129,8 @@ def test_nothing_of_a_reward_is_left(ending: str, mark: str) -> None:
 
 def test_what_a_reward_that_hangs_has_started_ends_with_its_worker(mark: str) -> None:
     """They must not survive until the end of the run, which may take days."""
-    with Scorer("leaving:hangs", workers=4, timeout_seconds=3.0, default=0.0) as scorer:
-        scorer.score([(kind, "", "") for kind in KINDS])
+    with FunctionScorer("leaving:hangs", workers=4, timeout_seconds=3.0, default=0.0) as scorer:
+        score(scorer, [(kind, "", "") for kind in KINDS])
         assert left(mark, SOON, lambda found: not any("sleep" in command(pid) for pid in found))
         assert marked(mark)  # the pool is there, for the next batch
 
@@ -144,7 +145,11 @@ def test_nothing_of_an_environment_is_left(mark: str) -> None:
 
 def test_nothing_is_left_of_a_trainer_that_is_killed(mark: str) -> None:
     items = [(kind, "", "") for kind in KINDS]
-    script = f"from hybrid3d.scoring.scorer import Scorer\nScorer('leaving:hangs', 4, 300.0, 0.0).score({items})"
+    script = (
+        "from hybrid3d.scoring.function_scorer import FunctionScorer\n"
+        "from hybrid3d.scoring.scorer import Query\n"
+        f"FunctionScorer('leaving:hangs', 4, 300.0, 0.0).score([Query(*item) for item in {items}])"
+    )
     trainer = subprocess.Popen([sys.executable, "-c", script])
     assert left(mark, 30, lambda found: sum("sleep" in command(pid) for pid in found) >= 4)
     trainer.kill()
@@ -185,8 +190,8 @@ def test_what_a_pool_shares_bears_the_name_of_the_run(mark: str, monkeypatch: py
     monkeypatch.setenv("HYBRID3D_RUN", run)
     monkeypatch.setenv("PYTHONWARNINGS", "ignore")
     before = set(SHARED_MEMORY.iterdir())
-    with Scorer("leaving:shares", workers=2, timeout_seconds=20.0, default=0.0) as scorer:
-        assert scorer.score([("", "", "")] * 2).rewards == [1.0, 1.0]
+    with FunctionScorer("leaving:shares", workers=2, timeout_seconds=20.0, default=0.0) as scorer:
+        assert score(scorer, [("", "", "")] * 2).rewards == [1.0, 1.0]
         kill_marked(mark)
     found = {path.name for path in set(SHARED_MEMORY.iterdir()) - before if run in path.name}
     assert {name.partition(run)[0] for name in found} == {"psm_", "sem.mp-"}
@@ -209,9 +214,9 @@ def test_what_bears_another_name_or_cannot_be_removed_stays(tmp_path: Path, monk
 
 def test_a_worker_waits_for_what_it_adopts(mark: str) -> None:
     """Otherwise every call would leave a zombie, until the process table is full."""
-    with Scorer("leaving:abandons", workers=1, timeout_seconds=20.0, default=0.0) as scorer:
+    with FunctionScorer("leaving:abandons", workers=1, timeout_seconds=20.0, default=0.0) as scorer:
         for _ in range(4):
-            assert scorer.score([("", "", "")] * 10).rewards == [1.0] * 10
+            assert score(scorer, [("", "", "")] * 10).rewards == [1.0] * 10
         found = [child_pids(pid) for pid in marked(mark)]
         assert sum(process.process_state(pid) == "Z" for pids in found for pid in pids) < 20
 

@@ -284,7 +284,7 @@ def test_a_resumed_run_goes_on_with_the_same_settings(recipe: Recipe, begin: Beg
     said.folder.control.write_text("optimizer.lr: 0.5\nguard.spike: 9\n")
     for step in range(4):
         live.settings_for_step(step)
-    saved = json.loads(json.dumps(live.progress))
+    saved = json.loads(json.dumps(live.control))
     again, said = begin(scheduled(recipe, schedule))
     again.restore(saved)
     assert again.recipe == live.recipe
@@ -312,7 +312,7 @@ def test_what_memory_has_taken_is_held(recipe: Recipe, begin: Begin) -> None:
     refused = [(e["step"], e["why"]) for e in said.take() if e["event"] == "control_refused"]
     why = "train.micro_batch_size: pinned to 16 since the run ran out of memory"
     assert refused == [(step, why) for step in (0, 1)]
-    assert live.progress["control"]["settings"].keys() == {"sync.verify", "optimizer.lr"}
+    assert live.control["settings"].keys() == {"sync.verify", "optimizer.lr"}
 
 
 def test_what_is_held_must_be_a_setting_too(recipe: Recipe, begin: Begin) -> None:
@@ -322,7 +322,7 @@ def test_what_is_held_must_be_a_setting_too(recipe: Recipe, begin: Begin) -> Non
     assert live.settings_for_step(0).sync.verify == "never"
     (refused,) = (e["why"] for e in said.take())
     assert refused.startswith("train.micro_batch_size: expected an integer")
-    json.dumps(live.progress)
+    json.dumps(live.control)
 
 
 def test_the_coefficient_of_an_adaptive_kl_stays_where_it_is(recipe: Recipe) -> None:
@@ -352,13 +352,13 @@ def test_a_learner_keeps_the_coefficient_of_an_adaptive_kl(recipe: Recipe) -> No
 
     models = Models(None, None, None, None)  # type: ignore[arg-type]
     learner = Learner(recipe, models, Guard(None), 0, None)  # type: ignore[arg-type]
-    learner.restore({"kl": {"coef": 0.7, "target": None}, "guard": learner.progress["guard"]}, recipe)
+    learner.restore(replace(learner.progress, kl={"coef": 0.7, "target": None}), recipe)
     experience: Any = SimpleNamespace(answer_kl=None)
     new = apply_settings(recipe, {"algorithm.entropy_coef": 0.1, "algorithm.kl.target": 2}, 1)
     learner._update_kl_coef(experience, 1, new, True)
-    assert learner.progress["kl"] == {"coef": 0.7, "target": 2.0}
+    assert learner.progress.kl == {"coef": 0.7, "target": 2.0}
     learner._update_kl_coef(experience, 2, apply_settings(recipe, {"algorithm.kl.coef": 0.2}, 1), True)
-    assert learner.progress["kl"] == {"coef": 0.2, "target": None}
+    assert learner.progress.kl == {"coef": 0.2, "target": None}
 
 
 @pytest.mark.engines

@@ -22,7 +22,7 @@ from hybrid3d.generation.rollouts import PartialRollouts
 from hybrid3d.generation.samples import RolloutBatch
 from hybrid3d.generation.turns import Turns
 from hybrid3d.rl.data import Example
-from hybrid3d.scoring.scorer import Scores
+from hybrid3d.scoring.scorer import Scorers, Scores
 from run_ranks import ROOT
 
 PROMPTS, ANSWERS, END = 4, 2, 0
@@ -106,8 +106,8 @@ def rollouts_on(engine: Engine, group: dist.ProcessGroup, recipe: Any) -> Partia
 
     train: Any = SimpleNamespace(batch=batch)
     replicas = EngineReplicas(recipe, engine, tokenizer, group)
-    replicas._scorer = SimpleNamespace(score=lambda queries: Scores([1.0] * len(queries)))  # type: ignore[assignment]
-    return PartialRollouts(recipe, replicas, train, {"eval": train})
+    scorer = SimpleNamespace(score=lambda queries: Scores([1.0] * len(queries)))
+    return PartialRollouts(recipe, replicas, Scorers(scorer, scorer), train, {"eval": train})
 
 
 def run(recipe: Any, length: Callable[[int, int], int], steps: int, group: Any) -> tuple[list[RolloutBatch], Engine]:
@@ -132,8 +132,8 @@ def test_a_stop_that_an_interruption_cuts_in_two_ends_an_answer(alone: dist.Proc
     batches, engine = run(recipe_of(*more), lambda prompt, answer: 5 if prompt else 12, 3, alone)
     assert [trained(batch) for batch in batches[:2]] == [[1, 2, 3, 4], [0, 5, 6, 7]]
     for one in batches[1].samples[:ANSWERS]:
-        assert (one.tokens, one.versions) == ((100,) * 5 + (101,), (0,) * 5 + (1,))
-        assert one.logprobs == (0.0,) * 5 + (-1.0,)
+        assert (tuple(one.tokens), tuple(one.versions)) == ((100,) * 5 + (101,), (0,) * 5 + (1,))
+        assert tuple(one.logprobs) == (0.0,) * 5 + (-1.0,)
     assert all(request.prompt_ids[0] for request, _ in engine.running.values())
 
 
@@ -143,10 +143,10 @@ def test_a_step_trains_the_first_prompts_that_are_complete_and_the_others_go_on(
     assert [trained(batch) for batch in batches] == [[1, 2, 3, 4], [5, 6, 7, 8], [0, 9, 10, 11]]
     assert [batch.batches for batch in batches] == [2, 1, 1]
     long = batches[2].samples[0]
-    assert long.tokens == (100,) * 5 + (101,) * 5 + (102, END)
-    assert long.versions == (0,) * 5 + (1,) * 5 + (2,) * 2
-    assert long.logprobs == tuple(-float(version) for version in long.versions)
-    assert (long.weight_version, long.loss_mask) == (0, (True,) * 12)
+    assert tuple(long.tokens) == (100,) * 5 + (101,) * 5 + (102, END)
+    assert tuple(long.versions) == (0,) * 5 + (1,) * 5 + (2,) * 2
+    assert tuple(long.logprobs) == tuple(-float(version) for version in long.versions)
+    assert (long.weight_version, long.num_loss_tokens) == (0, 12)
     assert [asked for asked in engine.asked if not asked[0]] == [(0, 0, 0)] * 2 + [(0, 1, 5)] * 2 + [(0, 2, 10)] * 2
     assert [len(batch.unfinished or ()) for batch in batches] == [4, 4, 4]
     assert engine.steps == 5 + 5 + 2  # nobody waits for prompt 0, and in the last step it is there after 2 tokens
@@ -174,9 +174,9 @@ def test_answers_that_keep_their_cache_are_not_asked_for_again(alone: dist.Proce
     batches, engine = run(recipe, lambda prompt, answer: 5 if prompt else 12, 3, alone)
     assert [trained(batch) for batch in batches] == [[1, 2, 3, 4], [5, 6, 7, 8], [0, 9, 10, 11]]
     long = batches[2].samples[0]
-    assert long.tokens == (100,) * 5 + (101,) * 5 + (102, END)
-    assert long.versions == (0,) * 5 + (1,) * 5 + (2,) * 2
-    assert long.logprobs == tuple(-float(version) for version in long.versions)
+    assert tuple(long.tokens) == (100,) * 5 + (101,) * 5 + (102, END)
+    assert tuple(long.versions) == (0,) * 5 + (1,) * 5 + (2,) * 2
+    assert tuple(long.logprobs) == tuple(-float(version) for version in long.versions)
     assert [asked for asked in engine.asked if not asked[0]] == [(0, 0, 0)] * 2
     assert engine.steps == 5 + 5 + 2
 
@@ -194,7 +194,7 @@ def test_answers_that_restart_are_of_one_version(alone: dist.ProcessGroup) -> No
     batches, _ = run(recipe, lambda prompt, answer: 5 if prompt else 12, 3, alone)
     assert [trained(batch) for batch in batches] == [[1, 2, 3, 4], [5, 6, 7, 8], [0, 9, 10, 11]]
     assert all(len(set(sample.versions)) == 1 for batch in batches for sample in batch.samples)
-    assert batches[2].samples[0].tokens == (102,) * 11 + (END,)
+    assert tuple(batches[2].samples[0].tokens) == (102,) * 11 + (END,)
     assert [batch.dropped_tokens for batch in batches] == [0, 10, 10]
 
 
@@ -237,10 +237,10 @@ def test_a_resumed_run_draws_the_unfinished_prompts_again(alone: dist.ProcessGro
     engine = Engine(length)
     engine.version = 2
     rollouts = rollouts_on(engine, alone, recipe)
-    rollouts.restore({"unfinished": [list(place) for place in second.unfinished or ()]})
+    rollouts.restore(second.unfinished or ())
     third = rollouts.generate_batch(2, first.batches + second.batches, recipe)
     assert trained(third) == [9, 10, 11, 12]
-    assert third.samples[0].versions == (2,) * 5
+    assert tuple(third.samples[0].versions) == (2,) * 5
     assert sorted(third.unfinished or ()) == [(0, 0), (3, 1), (3, 2), (3, 3)]
 
 
@@ -249,7 +249,7 @@ def test_too_many_restored_prompts_do_not_stop_a_replica(alone: dist.ProcessGrou
     recipe = recipe_of("async.max_staleness=1")
     engine, steps = Engine(lambda prompt, answer: 5), []
     rollouts = rollouts_on(engine, alone, recipe)
-    rollouts.restore({"unfinished": [[batch, i] for batch in range(3) for i in range(PROMPTS)]})
+    rollouts.restore([(batch, i) for batch in range(3) for i in range(PROMPTS)])
     for step in range(3):
         engine.version = step
         steps.append(rollouts.generate_batch(step, 3, recipe))
@@ -336,7 +336,7 @@ def test_generation_ahead_stops_when_it_is_told(alone: dist.ProcessGroup) -> Non
     engine.version = 1
     second = rollouts.generate_batch(1, 2, recipe)
     assert trained(second) == [4, 5, 6, 7]  # complete in the first step already, with the first four
-    assert second.samples[0].versions == (0,) * 9
+    assert tuple(second.samples[0].versions) == (0,) * 9
 
 
 def test_other_answers_are_generated_while_an_environment_thinks(
@@ -368,8 +368,11 @@ def test_other_answers_are_generated_while_an_environment_thinks(
     assert not any(0 in trained(made) for made in seen[:2])
     (late,) = (made for made in seen[2:] if 0 in trained(made))
     sample = late.samples[trained(late).index(0) * ANSWERS]
-    assert (sample.tokens, sample.loss_mask) == ((100, 100, 0, 55, 56, 0), (True,) * 3 + (False,) * 2 + (True,))
-    assert sample.versions[:5] == (0,) * 5
+    assert (tuple(sample.tokens), tuple(sample.loss_mask)) == (
+        (100, 100, 0, 55, 56, 0),
+        (True,) * 3 + (False,) * 2 + (True,),
+    )
+    assert tuple(sample.versions[:5]) == (0,) * 5
     assert sample.versions[5] >= 2
     assert len(sample.logprobs) == 4
 

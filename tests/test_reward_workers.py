@@ -15,12 +15,10 @@ import torch.distributed as dist
 from commands import ROOT
 from fake_ranks import FakeRank, make_store
 from hybrid3d.config import load_recipe
-from hybrid3d.generation.replicas import Advanced, Answers, ScoredReplicas
-from hybrid3d.generation.samples import Sample
-from hybrid3d.scoring.scorer import Scores
+from hybrid3d.scoring.scorer import Given, Query, Scores
 from hybrid3d.workers import role_client
 from hybrid3d.workers.channel import Call, Register, Reply
-from hybrid3d.workers.reward import RewardWorkers
+from hybrid3d.workers.reward import RewardWorkers, WorkerScorer
 from hybrid3d.workers.roles import OtherRoles
 
 pytestmark = pytest.mark.engines
@@ -42,7 +40,7 @@ class RewardRank(FakeRank):
     """A rank that computes rewards: the length of the answer, and 10 more by model; until it is killed."""
 
     def __init__(self, rank: int, store: dist.Store, failure: str = ""):
-        self.scored = list[list[str]]()
+        self.scored, self.tokens = list[list[str]](), list[Any]()
         self.dies_at_next_call = False
         super().__init__(store, Register(rank, failure))
 
@@ -51,22 +49,15 @@ class RewardRank(FakeRank):
 
     def reply(self, call: Call) -> Reply:
         assert call.method == "score"
-        answers = [sample.answer for sample in call.arguments["samples"]]
+        answers = [query.answer for query in call.arguments["queries"]]
         self.scored.append(answers)
-        rewards = [len(answer) + 10.0 * call.arguments["by_model"] for answer in answers]
+        self.tokens += [query.tokens for query in call.arguments["queries"]]
+        rewards = [len(answer) + 10.0 * (call.arguments["scorer"] == "model") for answer in answers]
         failures = {"hung": answers.count("xxx")} if "xxx" in answers else {}
         begin = time.time()
         leads = self.rank % 2 == 0
         scores = Scores(rewards, failures, dict.fromkeys(failures, f"on rank {self.rank}")) if leads else None
         return Reply(scores, [("reward", begin, begin + 1)])
-
-
-def sample(answer: str) -> Sample:
-    return Sample("", (1,), (2,), (True,), (-0.5,), answer, 0.0, versions=(0,))
-
-
-def rewards_of(answers: dict[int, Answers]) -> dict[int, list[float]]:
-    return {number: [sample.reward for sample in found.samples] for number, found in answers.items()}
 
 
 @pytest.fixture
@@ -98,18 +89,19 @@ def workers(
     roles.close()
 
 
-SAMPLES = [sample(answer) for answer in ("a", "bb", "xxx", "xxx", "dddd", "eeeee")]
+ANSWERS = ("a", "bb", "xxx", "xxx", "dddd", "eeeee")
+QUERIES = [Query(answer, "", "", tokens=(1,), prompt_number=i // 2) for i, answer in enumerate(ANSWERS)]
 REWARDS = [1, 2, 3, 3, 4, 5]
 
 
 def test_each_group_scores_the_answers_to_its_prompts(workers: RewardWorkers, store: dist.Store) -> None:
     ranks = {rank: RewardRank(rank, store) for rank in range(2, 6)}
-    found = workers.score(SAMPLES, by_model=False)
+    found = workers.score(QUERIES, "function")
     assert found == Scores(REWARDS, {"hung": 2}, {"hung": "on rank 4"})
     assert [ranks[rank].scored for rank in (2, 3)] == [[["a", "bb"]]] * 2
     assert [ranks[rank].scored for rank in (4, 5)] == [[["xxx", "xxx", "dddd", "eeeee"]]] * 2
-    assert workers.score(SAMPLES, by_model=True).rewards == [11, 12, 13, 13, 14, 15]
-    assert workers.score([], by_model=False) == Scores([])
+    assert workers.score(QUERIES, "model").rewards == [11, 12, 13, 13, 14, 15]
+    assert workers.score([], "function") == Scores([])
     assert workers.lap_busy_seconds() == pytest.approx(2.0, abs=0.1)
 
 
@@ -117,8 +109,8 @@ def test_a_call_asks_for_no_more_than_the_time_limit_of_a_batch_allows(
     workers: RewardWorkers, store: dist.Store
 ) -> None:
     ranks = {rank: RewardRank(rank, store) for rank in range(2, 6)}
-    samples = SAMPLES * 40
-    assert workers.score(samples, by_model=False).rewards == REWARDS * 40
+    many = [replace(query, prompt_number=i // 2) for i, query in enumerate(QUERIES * 40)]
+    assert workers.score(many, "function").rewards == REWARDS * 40
     # In 420 s, 28 times 10 s and 5 s to end a worker, by two workers, and whole prompts
     assert [len(call) for call in ranks[2].scored] == [len(call) for call in ranks[4].scored] == [56, 56, 8]
 
@@ -129,14 +121,14 @@ def test_the_others_score_what_a_lost_group_had_to(
     events: list[tuple[str, Any]],
 ) -> None:
     ranks = {rank: RewardRank(rank, store) for rank in range(2, 6)}
-    workers.score(SAMPLES, by_model=False)
+    workers.score(QUERIES, "function")
     ranks[5].dies_at_next_call = True
-    assert workers.score(SAMPLES, by_model=False).rewards == REWARDS
+    assert workers.score(QUERIES, "function").rewards == REWARDS
     assert ranks[2].scored[1:] == [["a", "bb"], ["xxx", "xxx", "dddd", "eeeee"]]
     assert events == [("reward_worker_lost", [4, 5])]
     ranks[2].dies_at_next_call = True
     with ThreadPoolExecutor(1) as pool:  # with none left, it waits
-        waiting = pool.submit(workers.score, SAMPLES, False)
+        waiting = pool.submit(workers.score, QUERIES, "function")
         while events[-1] != ("no_reward_worker", None):
             time.sleep(0.01)
         assert not waiting.done()
@@ -146,33 +138,16 @@ def test_the_others_score_what_a_lost_group_had_to(
     assert events[1:] == [("reward_worker_lost", [2, 3]), ("no_reward_worker", None), ("reward_worker_joined", [4, 5])]
 
 
-def test_other_ranks_score_what_replicas_answer() -> None:
-    asked: list[tuple[Any, ...]] = []
-    answered = {3: Answers(SAMPLES[:4], {"environment_hung": 1}), 7: Answers(SAMPLES[4:])}
-
-    class Replicas:
-        numbers = (3, 7)
-
-        def answer(self, *arguments: Any) -> dict[int, Answers]:
-            asked.append(arguments)
-            return answered
-
-        def advance(self, *arguments: Any) -> dict[int, Advanced]:
-            asked.append(arguments)
-            return {number: Advanced(answers, [(0, number)], number) for number, answers in answered.items()}
-
-    def score(samples: Any, by_model: bool) -> Scores:
-        return Scores([len(one.answer) + 10.0 * by_model for one in samples], {"hung": 2}, {"hung": "two"})
-
-    scored: Any = ScoredReplicas(Replicas(), score)
-    assert scored.numbers == (3, 7)
-    found = scored.answer({}, 5, 0.5, scored=False)
-    assert rewards_of(found) == {3: [11, 12, 13, 13], 7: [14, 15]}
-    assert (found[3].failures, found[7].failures) == ({"environment_hung": 1, "hung": 2}, {})
-    assert found[3].examples == {"hung": "two"}
-    assert [replace(one, reward=0.0) for one in found[3].samples] == SAMPLES[:4]
-    advanced = scored.advance({}, None, 5, 0.5, scored=True)
-    assert rewards_of({number: one.answers for number, one in advanced.items()}) == {3: REWARDS[:4], 7: REWARDS[4:]}
-    kept = {number: (one.unfinished, one.dropped_tokens) for number, one in advanced.items()}
-    assert kept == {3: ([(0, 3)], 3), 7: ([(0, 7)], 7)}
-    assert asked == [({}, 5, 0.5, False), ({}, None, 5, 0.5, False, None)]
+def test_functions_get_texts_alone(workers: RewardWorkers, store: dist.Store) -> None:
+    ranks = {rank: RewardRank(rank, store) for rank in range(2, 6)}
+    by_model = Given(WorkerScorer(workers, "model"))
+    assert by_model.score([*QUERIES[:2], replace(QUERIES[2], given=0.25), *QUERIES[4:]]).rewards == [
+        11,
+        12,
+        0.25,
+        14,
+        15,
+    ]
+    assert [len(tokens) for tokens in ranks[2].tokens + ranks[4].tokens] == [1] * 4
+    assert WorkerScorer(workers, "function").score(QUERIES).rewards == REWARDS
+    assert [len(tokens) for tokens in ranks[2].tokens[2:] + ranks[4].tokens[2:]] == [0] * 6

@@ -16,8 +16,10 @@ import pytest
 
 import hybrid3d
 from hybrid3d.scoring import pool_client
+from hybrid3d.scoring.function_scorer import FunctionScorer, check_reward
 from hybrid3d.scoring.functions import LARGEST_REWARD
-from hybrid3d.scoring.scorer import Scorer, Scores, check_reward, scores_of
+from hybrid3d.scoring.scorer import Query, Scores, scores_of
+from queries import score
 
 pytestmark = pytest.mark.processes
 
@@ -128,19 +130,19 @@ def items(*answers: str) -> list[tuple[str, str, str]]:
 
 def test_a_cheap_builtin_needs_no_process() -> None:
     before = descendants(os.getpid())
-    with Scorer("gsm8k", workers=2, timeout_seconds=1.0, default=-1.0) as scorer:
-        assert scorer.score([("#### 72", "#### 72", ""), ("#### 7", "#### 72", "")]) == Scores([1.0, 0.0], {}, {})
+    with FunctionScorer("gsm8k", workers=2, timeout_seconds=1.0, default=-1.0) as scorer:
+        assert score(scorer, [("#### 72", "#### 72", ""), ("#### 7", "#### 72", "")]) == Scores([1.0, 0.0], {}, {})
         assert descendants(os.getpid()) == before
 
 
 @pytest.mark.usefixtures("mine")
 def test_rewards_come_in_order() -> None:
-    with Scorer("mine:equal", workers=2, timeout_seconds=5.0, default=0.0) as scorer:
-        assert scorer.score([]) == Scores([], {}, {})
-        assert scorer.score([("a", "a", "ask"), ("a", "b", "ask"), ("b", "b", "")]).rewards == [3.0, 1.0, 2.0]
-    with Scorer("mine:odd", workers=2, timeout_seconds=5.0, default=0.0) as scorer:
+    with FunctionScorer("mine:equal", workers=2, timeout_seconds=5.0, default=0.0) as scorer:
+        assert score(scorer, []) == Scores([], {}, {})
+        assert score(scorer, [("a", "a", "ask"), ("a", "b", "ask"), ("b", "b", "")]).rewards == [3.0, 1.0, 2.0]
+    with FunctionScorer("mine:odd", workers=2, timeout_seconds=5.0, default=0.0) as scorer:
         many = [str(number / 8) for number in range(500)]
-        assert scorer.score(items(*many)) == Scores([float(text) for text in many], {}, {})
+        assert score(scorer, items(*many)) == Scores([float(text) for text in many], {}, {})
 
 
 @pytest.mark.usefixtures("mine")
@@ -152,9 +154,9 @@ def test_what_goes_wrong_is_counted_by_kind(capfd: pytest.CaptureFixture[str]) -
         **dict.fromkeys(("nan", "huge", "none", "text", "many"), "not_a_number"),
     }
     asked = ["0.5", *answers, "one", "true"]
-    with Scorer("mine:odd", workers=2, timeout_seconds=1.0, default=-1.0) as scorer:
+    with FunctionScorer("mine:odd", workers=2, timeout_seconds=1.0, default=-1.0) as scorer:
         for _ in range(2):  # the second with the workers that the first left behind
-            scores = scorer.score(items(*asked))
+            scores = score(scorer, items(*asked))
             assert scores.rewards == [0.5, *[-1.0] * len(answers), 0.25, 1.0]
             assert scores.failures == {"raised": 3, "hung": 2, "died": 2, "not_a_number": 5}
             assert scores.examples == {
@@ -174,8 +176,9 @@ def test_what_goes_wrong_is_counted_by_kind(capfd: pytest.CaptureFixture[str]) -
 def test_a_reward_that_no_float32_can_hold_is_named_with_its_row() -> None:
     """Sums and means of the largest that is accepted are finite; at 1e308 they raise OverflowError."""
     asked = items("0.5", "1e30", "large", "-1e31", "nan")
-    with Scorer("mine:odd", workers=1, timeout_seconds=5.0, default=-1.0) as scorer:
-        scores = scorer.score(asked).naming([3, 1, 4, 1, 5])
+    with FunctionScorer("mine:odd", workers=1, timeout_seconds=5.0, default=-1.0) as scorer:
+        rows = zip(asked, [3, 1, 4, 1, 5], strict=True)
+        scores = scorer.score([Query(*item, row=row) for item, row in rows])
     assert scores.rewards == [0.5, 1e30, -1.0, -1.0, -1.0]
     assert scores.failures == {"too_large": 2, "not_a_number": 1}
     assert scores.examples == {
@@ -198,26 +201,28 @@ def test_batched_rewards() -> None:
         "broken": Scores([-1.0] * 3, {"raised": 3}, {"raised": "ValueError: all of it"}),
     }
     for name, scores in expected.items():
-        with Scorer(f"mine:{name}", workers=2, timeout_seconds=5.0, default=-1.0) as scorer:
-            assert scorer.score(three) == scores
+        with FunctionScorer(f"mine:{name}", workers=2, timeout_seconds=5.0, default=-1.0) as scorer:
+            assert score(scorer, three) == scores
 
 
 @pytest.mark.usefixtures("mine")
 def test_a_reward_may_be_told_its_limit() -> None:
-    with Scorer("mine:told", workers=1, timeout_seconds=5.0, default=0.0) as scorer:
-        assert scorer.score(items("")).rewards == [pytest.approx(4.0)]
+    with FunctionScorer("mine:told", workers=1, timeout_seconds=5.0, default=0.0) as scorer:
+        assert score(scorer, items("")).rewards == [pytest.approx(4.0)]
 
 
 def test_builtins_of_the_pool() -> None:
     """The parentheses would keep a reader of LaTeX busy for half a minute; the program sleeps longer than it may."""
-    with Scorer("math", workers=2, timeout_seconds=2.0, default=0.0) as scorer:
+    with FunctionScorer("math", workers=2, timeout_seconds=2.0, default=0.0) as scorer:
         answers = [r"\boxed{\frac{2}{4}}", r"\boxed{0.51}", r"\boxed{" + "(" * 5000 + "}"]
-        scores = scorer.score([(answer, "0.5", "") for answer in answers])
+        scores = score(scorer, [(answer, "0.5", "") for answer in answers])
         assert (scores.rewards, scores.failures) == ([1.0, 0.0, 0.0], {})
-    with Scorer("code", workers=2, timeout_seconds=2.0, default=0.0) as scorer:
+    with FunctionScorer("code", workers=2, timeout_seconds=2.0, default=0.0) as scorer:
         programs = ["x = 1", "x = 2", "import time; time.sleep(60)"]
-        assert scorer.score([(program, "assert x == 1", "") for program in programs]) == Scores([1.0, 0.0, 0.0], {}, {})
-        assert scorer.score([("x = 1", "assert x ==", "")]).failures == {"raised": 1}
+        assert score(scorer, [(program, "assert x == 1", "") for program in programs]) == Scores(
+            [1.0, 0.0, 0.0], {}, {}
+        )
+        assert score(scorer, [("x = 1", "assert x ==", "")]).failures == {"raised": 1}
 
 
 # ---- whose process it is
@@ -232,8 +237,8 @@ def test_workers_have_no_engine_and_nothing_of_the_trainer() -> None:
     thread = threading.Thread(target=stop.wait)
     thread.start()
     torch.ones(1000, 1000) @ torch.ones(1000, 1000)
-    with Scorer("mine:imported", workers=2, timeout_seconds=5.0, default=0.0) as scorer:
-        assert scorer.score(items("numpy", "torch", "vllm", "megatron", "pytest")).rewards == [1.0, 0.0, 0.0, 0.0, 0.0]
+    with FunctionScorer("mine:imported", workers=2, timeout_seconds=5.0, default=0.0) as scorer:
+        assert score(scorer, items("numpy", "torch", "vllm", "megatron", "pytest")).rewards == [1.0, 0.0, 0.0, 0.0, 0.0]
     stop.set()
     thread.join()
 
@@ -241,12 +246,13 @@ def test_workers_have_no_engine_and_nothing_of_the_trainer() -> None:
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(hybrid3d.__file__).parents[1])}
 SCRIPT = """\
 import sys
-from hybrid3d.scoring.scorer import Scorer
+from hybrid3d.scoring.function_scorer import FunctionScorer
+from hybrid3d.scoring.scorer import Query
 print("main", flush=True)
-scorer = Scorer("mine:odd", workers=2, timeout_seconds=1000, default=0.0)
-print(scorer.score([("1", "", ""), ("none", "", "")]), flush=True)
+scorer = FunctionScorer("mine:odd", workers=2, timeout_seconds=1000, default=0.0)
+print(scorer.score([Query("1", "", ""), Query("none", "", "")]), flush=True)
 if sys.argv[1:]:
-    scorer.score([("sleep", "", "")])
+    scorer.score([Query("sleep", "", "")])
 """
 
 
@@ -279,12 +285,12 @@ def test_the_pool_goes_with_a_trainer_that_is_killed(mine: Path) -> None:
 @pytest.mark.parametrize("victim", ["worker", "server"])
 def test_a_process_that_is_killed_between_batches_is_replaced(victim: str) -> None:
     before = set(descendants(os.getpid()))
-    with Scorer("mine:odd", workers=2, timeout_seconds=10.0, default=-1.0) as scorer:
-        (worker,) = scorer.score(items("who")).rewards
+    with FunctionScorer("mine:odd", workers=2, timeout_seconds=10.0, default=-1.0) as scorer:
+        (worker,) = score(scorer, items("who")).rewards
         server = next(pid for pid in descendants(os.getpid()) if pid not in before)
         os.kill(int(worker) if victim == "worker" else server, signal.SIGKILL)
         time.sleep(0.3)
-        assert scorer.score(items("1", "2", "3")) == Scores([1.0, 2.0, 3.0], {}, {})
+        assert score(scorer, items("1", "2", "3")) == Scores([1.0, 2.0, 3.0], {}, {})
 
 
 @pytest.mark.usefixtures("mine")
@@ -292,18 +298,18 @@ def test_a_pool_that_itself_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_client, "START_SECONDS", 1)
     monkeypatch.setattr(pool_client, "GRACE_SECONDS", 0.5)
     before = set(descendants(os.getpid()))
-    with Scorer("mine:odd", workers=2, timeout_seconds=0.5, default=-1.0) as scorer:
-        scorer.score(items("1"))
+    with FunctionScorer("mine:odd", workers=2, timeout_seconds=0.5, default=-1.0) as scorer:
+        score(scorer, items("1"))
         server = next(pid for pid in descendants(os.getpid()) if pid not in before)
         os.kill(server, signal.SIGSTOP)
-        assert scorer.score(items("1", "2")) == Scores(
+        assert score(scorer, items("1", "2")) == Scores(
             [-1.0, -1.0], {"hung": 2}, {"hung": "the pool's server did not reply within 2 s"}
         )
-        server = scorer.score(items("1")) and next(pid for pid in descendants(os.getpid()) if pid not in before)
+        server = score(scorer, items("1")) and next(pid for pid in descendants(os.getpid()) if pid not in before)
         killer = threading.Timer(0.2, os.kill, (server, signal.SIGKILL))
         killer.start()
         monkeypatch.setattr(pool_client, "START_SECONDS", 20)
-        scores = scorer.score(items("sleep"))
+        scores = score(scorer, items("sleep"))
         assert scores == Scores([-1.0], {"died": 1}, {"died": "the pool's server ended with exit code -9"})
         killer.join()
 
@@ -352,5 +358,5 @@ def test_a_module_that_does_not_end(mine: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_module_that_breaks_after_it_was_checked(mine: Path) -> None:
     (mine / "mine.py").write_text("raise SystemExit('no licence')")
-    with Scorer("mine:reward", workers=2, timeout_seconds=5.0, default=0.5) as scorer:
-        assert scorer.score(items("1", "2")) == Scores([0.5, 0.5], {"raised": 2}, {"raised": "SystemExit: no licence"})
+    with FunctionScorer("mine:reward", workers=2, timeout_seconds=5.0, default=0.5) as scorer:
+        assert score(scorer, items("1", "2")) == Scores([0.5, 0.5], {"raised": 2}, {"raised": "SystemExit: no licence"})

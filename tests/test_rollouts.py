@@ -10,24 +10,28 @@ import pytest
 
 from hybrid3d.config import Agents, Recipe, load_recipe
 from hybrid3d.generation.engine import Sampling
-from hybrid3d.generation.replicas import Answers, EngineReplicas
-from hybrid3d.generation.rollouts import NoReplicas, Rollouts
+from hybrid3d.generation.replicas import Answers, EngineReplicas, NoReplicas, ReplicaScorer
+from hybrid3d.generation.rollouts import Rollouts
 from hybrid3d.generation.samples import NO_ANSWER, NO_BRANCH, Sample, answer_numbers, answers_of, filled_up
 from hybrid3d.generation.turns import Trajectory
 from hybrid3d.rl.data import Example
-from hybrid3d.scoring.scorer import Scores
-from hybrid3d.trainer.dp_split import spread_over
+from hybrid3d.scoring.scorer import Given, Query, Scorers, Scores
+from hybrid3d.train.dp_split import spread_over
 from run_ranks import ROOT
 
 
 def sample(prompt: str, reward: float) -> Sample:
-    return Sample(prompt, (1,), (2,), (True,), (-0.5,), "", reward, versions=(0,))
+    return Sample(prompt, (1,), (2,), (True,), (-0.5,), "", reward, versions=(0,), scored=True)
+
+
+NOTHING_TO_SCORE = Given(SimpleNamespace(score=lambda queries: Scores([0.0 for _ in queries])))
 
 
 @pytest.fixture
 def rollouts() -> Any:
     """Without an engine, for what comes after it."""
-    return Rollouts(recipe_of(0), SimpleNamespace(numbers=(0,)), None, None)  # type: ignore[arg-type]
+    scorers = Scorers(NOTHING_TO_SCORE, NOTHING_TO_SCORE)
+    return Rollouts(recipe_of(0), SimpleNamespace(numbers=(0,)), scorers, None, None)  # type: ignore[arg-type]
 
 
 def recipe_of(extra_batches: int) -> Recipe:
@@ -41,13 +45,13 @@ def test_groups_that_teach_nothing_fill_up_where_they_were_drawn(rollouts: Any) 
     batches = ["-+--", "--+-", "++++"]
     asked: list[int] = []
 
-    def generate_answers(version: int, batch: int, sampling: Sampling) -> tuple[list[list[Sample]], list[Answers]]:
+    def answer_prompts(version: int, batch: int, sampling: Sampling, _: Any) -> list[list[Sample]]:
         assert (version, sampling) == (3, Sampling(0.7))
         asked.append(batch)
         groups = enumerate(batches[batch - 7])
-        return [[sample(f"{batch - 7}{i}", n * (kind == "+"))] for i, kind in groups for n in (0, 1)], []
+        return [[sample(f"{batch - 7}{i}", n * (kind == "+"))] for i, kind in groups for n in (0, 1)]
 
-    rollouts._generate_answers = generate_answers
+    rollouts._answer_prompts = answer_prompts
     batch = rollouts.generate_batch(version=3, batch=7, recipe=recipe_of(1))
     assert [one.prompt for one in batch.samples[::2]] == ["00", "01", "02", "12"]
     assert [one.prompt for one in batch.samples[1::2]] == ["00", "01", "02", "12"]
@@ -81,7 +85,7 @@ def test_branches_of_an_answer_stay_together(rollouts: Any) -> None:
     assert metrics["rollout/branches_mean"] == 10 / 8
     filled = filled_up(batch.samples, 8)
     assert filled[:10] == batch.samples
-    assert [(one.branch, one.num_loss_tokens, one.logprobs) for one in filled[10:]] == [(NO_BRANCH, 0, ())] * 6
+    assert [(one.branch, one.num_loss_tokens, len(one.logprobs)) for one in filled[10:]] == [(NO_BRANCH, 0, 0)] * 6
     assert answer_numbers(filled) == [*answer_numbers(batch.samples), *[NO_ANSWER] * 6]
     assert filled_up(batch.samples, 5) == batch.samples
 
@@ -117,7 +121,7 @@ def test_the_work_of_lost_replicas_is_done_by_the_others(rollouts: Any) -> None:
 
         numbers: tuple[int, ...] = (0, 3, 5)
 
-        def answer(self, shares: Any, version: int, sampling: Sampling, scored: bool) -> dict[int, Answers]:
+        def answer(self, shares: Any, version: int, sampling: Sampling) -> dict[int, Answers]:
             asked.append({number: [example for example, _ in share] for number, share in shares.items()})
             self.numbers, lost = (*self.numbers[:1], *self.numbers[2:]), self.numbers[1:2]
             return {n: Answers([sample(e, 1.0) for e, _ in share]) for n, share in shares.items() if n not in lost}
@@ -147,9 +151,9 @@ def test_a_reward_model_leaves_the_reward_by_name_to_held_out_answers(rollouts: 
         assert sampling == Sampling(0.7)
         return [held] * len(examples)
 
-    def score(items: list[tuple[str, str, str]]) -> Scores:
-        asked.extend(reference for _, reference, _ in items)
-        return Scores([1.0] * len(items))
+    def score(queries: list[Query]) -> Scores:
+        asked.extend(query.reference for query in queries)
+        return Scores([1.0] * len(queries))
 
     replicas: Any = object.__new__(EngineReplicas)
     replicas._agents = replicas._holder = None
@@ -158,13 +162,14 @@ def test_a_reward_model_leaves_the_reward_by_name_to_held_out_answers(rollouts: 
     replicas._scorer = SimpleNamespace(score=score)
     replicas._multi_turn, replicas._partial = SimpleNamespace(run=run), None
     replicas._of_all_replicas = lambda value: {0: value}
-    rollouts._replicas = replicas
+    rollouts._replicas, by_function = replicas, ReplicaScorer(replicas)
+    rollouts._scorers = Scorers(by_function, by_function)
     rollouts.train = SimpleNamespace(batch=lambda batch, prompts: [None] * prompts)
     rollouts.held_out = {"eval": SimpleNamespace(examples=[None])}
     batch = rollouts.generate_batch(3, 0, recipe_of(0))
     assert [(one.reward, one.weight_version) for one in batch.samples] == [(1.0, 6)] * 8
     assert asked == ["right"] * 8
-    rollouts._recipe = replace(rollouts._recipe, reward=replace(rollouts._recipe.reward, model="judge"))
+    rollouts._scorers = Scorers(None, by_function)
     batch = rollouts.generate_batch(4, 0, recipe_of(0))
     assert ([one.reward for one in batch.samples], batch.zero_variance_groups) == ([0.0] * 8, 0)
     assert len(asked) == 8

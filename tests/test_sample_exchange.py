@@ -13,6 +13,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +26,7 @@ import torch.multiprocessing as mp
 
 from hybrid3d import distributed
 from hybrid3d.generation.delivery import Message, deliver
-from hybrid3d.generation.engine import ExpertChoices
+from hybrid3d.generation.engine import NO_CHOICES, ExpertChoices
 from hybrid3d.generation.exchange import AnswerExchange, deliver_choices
 from hybrid3d.generation.samples import Sample, held_samples
 
@@ -113,12 +114,8 @@ class Without:
         return (
             isinstance(other, Sample)
             and other.experts.data == b""
-            and _but_experts(other) == _but_experts(self._sample)
+            and replace(other, experts=NO_CHOICES) == replace(self._sample, experts=NO_CHOICES)
         )
-
-
-def _but_experts(sample: Sample) -> dict[str, Any]:
-    return {name: value for name, value in vars(sample).items() if name != "experts"}
 
 
 def gather_as_before(rank: int, per_node: int) -> dict[str, Any]:

@@ -15,7 +15,9 @@ from hybrid3d.config import load_recipe
 from hybrid3d.generation.replicas import Answers
 from hybrid3d.generation.rollouts import FailedRewards, Rollouts
 from hybrid3d.generation.samples import Sample
-from hybrid3d.scoring.scorer import Scorer, Scores
+from hybrid3d.scoring.function_scorer import FunctionScorer
+from hybrid3d.scoring.scorer import Scorers, Scores
+from queries import score
 
 pytestmark = pytest.mark.processes
 
@@ -92,25 +94,25 @@ def test_a_reward_that_ends_its_process_is_told_at_once() -> None:
         "abort": "-6",
         "SIGKILL": "-9",
     }
-    with Scorer("mine:leaving", workers=2, timeout_seconds=LIMIT, default=-1.0) as scorer:
-        scorer.score([("", "", "")])
+    with FunctionScorer("mine:leaving", workers=2, timeout_seconds=LIMIT, default=-1.0) as scorer:
+        score(scorer, [("", "", "")])
         for answer, code in exits.items():
             begin = time.monotonic()
-            scores = scorer.score([("first", "", ""), (answer, "", ""), ("last", "", "")])
+            scores = score(scorer, [("first", "", ""), (answer, "", ""), ("last", "", "")])
             assert time.monotonic() - begin < LIMIT / 2, answer
             message = f"the worker ended with exit code {code}"
             assert scores == Scores([1.0, -1.0, 1.0], {"died": 1}, {"died": message}), answer
         for answer in ("sys.exit()", "sys.exit(0)"):
-            scores = scorer.score([("first", "", ""), (answer, "", "")])
+            scores = score(scorer, [("first", "", ""), (answer, "", "")])
             assert (scores.rewards, scores.failures) == ([1.0, -1.0], {"raised": 1})
             assert scores.examples["raised"].startswith("SystemExit")
-        assert scorer.score([("sys.exit() in a thread", "", "")]).rewards == [1.0]  # which ends that thread alone
+        assert score(scorer, [("sys.exit() in a thread", "", "")]).rewards == [1.0]  # which ends that thread alone
 
 
 @pytest.mark.parametrize("kind", ["list", "tuple", "array", "float32", "tensor"])
 def test_batched_rewards_as_a_sequence(kind: str) -> None:
-    with Scorer("mine:returning", workers=1, timeout_seconds=60.0, default=-1.0) as scorer:
-        assert scorer.score([(kind, "", "")] * 2) == Scores([0.5, 0.5], {}, {})
+    with FunctionScorer("mine:returning", workers=1, timeout_seconds=60.0, default=-1.0) as scorer:
+        assert score(scorer, [(kind, "", "")] * 2) == Scores([0.5, 0.5], {}, {})
 
 
 def test_batched_rewards_that_are_no_sequence() -> None:
@@ -126,14 +128,14 @@ def test_batched_rewards_that_are_no_sequence() -> None:
         "number": "0.5 (float)",
         "None": "None (NoneType)",
     }
-    with Scorer("mine:returning", workers=1, timeout_seconds=LIMIT, default=-1.0) as scorer:
+    with FunctionScorer("mine:returning", workers=1, timeout_seconds=LIMIT, default=-1.0) as scorer:
         for kind, shown in said.items():
-            scores = scorer.score([(kind, "", "")] * 2)
+            scores = score(scorer, [(kind, "", "")] * 2)
             assert (scores.rewards, scores.failures) == ([-1.0, -1.0], {"wrong_type": 2}), kind
             assert scores.examples["wrong_type"] == f"{shown}: expected a list, a tuple or a 1-D array of numbers"
-        assert scorer.score([("generator", "", "")] * 2).failures == {"wrong_type": 2}
-        assert scorer.score([("nested", "", "")] * 2).failures == {"not_a_number": 2}
-        assert scorer.score([("hostile", "", "")] * 2).failures == {"raised": 2}
+        assert score(scorer, [("generator", "", "")] * 2).failures == {"wrong_type": 2}
+        assert score(scorer, [("nested", "", "")] * 2).failures == {"not_a_number": 2}
+        assert score(scorer, [("hostile", "", "")] * 2).failures == {"raised": 2}
 
 
 # ---- where all fail
@@ -149,18 +151,29 @@ def rollouts() -> Any:
     settings = ["algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=2", "train.micro_batch_size=4"]
     recipe, replicas = load_recipe(ROOT / "recipes/demo-cpu.yaml", settings), SimpleNamespace(numbers=(0,))
     held_out: Any = SimpleNamespace(examples=(None,) * 8)
-    return Rollouts(recipe, replicas, held_out, {"eval": held_out})  # type: ignore[arg-type]
+    return Rollouts(recipe, replicas, Scorers(None, None), held_out, {"eval": held_out})  # type: ignore[arg-type]
+
+
+def fail(rollouts: Any, failures: dict[str, int]) -> None:
+    """Let conversations and rewards of the next answers fail."""
+    examples = {kind: f"an example of {kind}" for kind in failures}
+    talks = {kind: count for kind, count in failures.items() if kind.startswith("environment")}
+    rewards = {kind: count for kind, count in failures.items() if kind not in talks}
+    answers = Answers([sample(0.0)] * 8, talks, {kind: examples[kind] for kind in talks})
+    scores = Scores([0.0] * 8, rewards, {kind: examples[kind] for kind in rewards})
+    rollouts._replicas.answer = lambda shares, version, sampling: {0: answers}
+    scorer: Any = SimpleNamespace(score=lambda queries: scores)
+    rollouts._scorers = Scorers(scorer, scorer)
 
 
 def of_step(rollouts: Any, **failures: int) -> None:
-    answers = [Answers([], failures, {kind: f"an example of {kind}" for kind in failures})]
-    rollouts._generate_answers = lambda version, batch, sampling: ([[sample(0.0)]] * 8, answers)
+    fail(rollouts, failures)
+    rollouts.train = SimpleNamespace(batch=lambda number, prompts: [None] * prompts)
     rollouts.generate_batch(version=0, batch=0, recipe=rollouts._recipe)
 
 
 def of_held_out(rollouts: Any, **failures: int) -> None:
-    answers = Answers([sample(0.0)] * 8, failures, {kind: f"an example of {kind}" for kind in failures})
-    rollouts._replicas.answer = lambda shares, version, sampling, scored: {0: answers}
+    fail(rollouts, failures)
     rollouts.evaluate(0, rollouts._recipe)
 
 

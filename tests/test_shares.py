@@ -15,8 +15,8 @@ from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.objective import PolicyObjective, TokenScores
 from hybrid3d.run.health import Guard
 from hybrid3d.run.metrics import StepMetrics
+from hybrid3d.train.dp_split import shares_of
 from hybrid3d.train.trained_model import StepReport
-from hybrid3d.trainer.dp_split import shares_of
 from hybrid3d.trainer.learner import Learner
 from hybrid3d.trainer.step_experience import Experience
 

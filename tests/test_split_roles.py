@@ -298,18 +298,17 @@ def test_the_share_of_an_engine_that_is_lost_is_not_answered(made: Engines, stor
     ranks, _ = start_all(made, store)
     ranks[5].killed_by = "answer"
     shares: Any = {0: [("a", 1)], 1: [("b", 2), ("c", 3)]}
-    found = made.answer(shares, 0, Sampling(0.5), scored=True)
+    found = made.answer(shares, 0, Sampling(0.5))
     assert {number: answers.samples for number, answers in found.items()} == {1: ["b", "c"]}
     assert ranks[7].calls[-1].arguments == {
         "shares": {0: [("b", 2), ("c", 3)]},
         "version": 0,
         "sampling": Sampling(0.5),
-        "scored": True,
     }
     assert made.lap_busy_seconds() == pytest.approx(1.0)
     assert [name for name, _, _ in made.spans(time.time() - 100, time.time() + 100)[7]] == ["wait", "generate", "wait"]
     ranks[6].killed_by = "answer"
-    assert made.answer({1: []}, 0, Sampling(0.5), scored=True) == {}
+    assert made.answer({1: []}, 0, Sampling(0.5)) == {}
     assert made.numbers == []
 
 

@@ -177,10 +177,11 @@ def of(answer, reference, prompt):
 
 
 PROGRAM = """
-from hybrid3d.scoring.scorer import Scorer
+from hybrid3d.scoring.function_scorer import FunctionScorer
+from hybrid3d.scoring.scorer import Query
 if __name__ == "__main__":
-    with Scorer("mine:of", 1, 60.0, 0.0) as scorer:
-        print(scorer.score([("a", "b", "c")]))
+    with FunctionScorer("mine:of", 1, 60.0, 0.0) as scorer:
+        print(scorer.score([Query("a", "b", "c")]))
 """
 
 

@@ -17,13 +17,13 @@ from train_layouts import built, export, forget, my_batch, recipe_for, report_of
 
 from hybrid3d import distributed
 from hybrid3d.config import RewardRole, RoleRanks, Train
-from hybrid3d.generation.samples import Sample
 from hybrid3d.inputs.models import read_config
 from hybrid3d.rl.batch import Rows
+from hybrid3d.scoring.scorer import Query
 from hybrid3d.train.megatron import checkpoint, runtime
 from hybrid3d.train.megatron.policy import Policy
 from hybrid3d.train.megatron.value_model import ValueModel
-from hybrid3d.workers.reward import ScoringModel
+from hybrid3d.workers.reward import load_model_scorer
 
 
 def squared(returns: torch.Tensor) -> Any:
@@ -102,16 +102,14 @@ def score_apart(classifier: str, spec: dict[str, Any]) -> list[float]:
     """The scores of the reward model on ranks of its own, of 13 samples, which are not whole micro batches."""
     recipe = recipe_for(classifier, Train(micro_batch_size=4), spec)
     reward, role = replace(recipe.reward, model=classifier), RewardRole(ranks=4, tp=2, pp=2)
-    model = ScoringModel(replace(recipe, reward=reward, roles=RoleRanks(reward=role)), classifier, 0, dist.group.WORLD)
+    recipe = replace(recipe, reward=reward, roles=RoleRanks(reward=role))
+    scorer = load_model_scorer(recipe, classifier, 0, dist.group.WORLD)
     rows = list(zip(spec["sequences"], spec["prompts"], strict=True))[:13]
-    found = model.score([sample(row[:prompt], row[prompt:]) for row, prompt in rows])
+    found = scorer.score(
+        [Query("", "", "", prompt_ids=row[:prompt], tokens=row[prompt:]) for row, prompt in rows]
+    ).rewards
     runtime.shutdown()
     return found
-
-
-def sample(prompt: list[int], answer: list[int]) -> Sample:
-    mask, none = (True,) * len(answer), (0,) * len(answer)
-    return Sample("", tuple(prompt), tuple(answer), mask, none, "", reward=0.0, versions=none)
 
 
 @record

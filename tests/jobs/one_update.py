@@ -17,6 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from hybrid3d import distributed
 from hybrid3d.config import Recipe, load_recipe
+from hybrid3d.generation.samples import RolloutBatch
 from hybrid3d.inputs.models import read_config
 from hybrid3d.replay.fingerprint import fingerprint_pieces
 from hybrid3d.run.display import Display
@@ -48,7 +49,7 @@ def train_step(recipe: Recipe, folder: RunFolder, with_pass: bool) -> dict[str, 
     if with_pass:
         experience_maker.come_from_update = lambda step, recipe: False
     try:
-        experience = learner.make_experience(samples_of(0, recipe), 0, recipe)
+        experience = learner.make_experience(RolloutBatch(samples_of(0, recipe)), 0, recipe)
         metrics = experience.metrics
         metrics.update(learner.update(experience, 0, recipe))
     finally:

@@ -32,6 +32,7 @@ from hybrid3d.run.health import Guard
 from hybrid3d.run.live_settings import LiveSettings
 from hybrid3d.run.logger import Record
 from hybrid3d.run.metrics import PhaseTimer, StepMetrics
+from hybrid3d.run.progress import Progress
 from hybrid3d.train.megatron import checkpoint, runtime
 from hybrid3d.train.megatron.engine import MegatronEngine
 from hybrid3d.train.megatron.policy import Policy
@@ -70,10 +71,10 @@ class TrainsMadeUpSamples:
         return EvalResult({"eval/accuracy": 0.0, "eval/reward": 0.0}, {})
 
     def generate_batch(self, version: int, batch: int, recipe: Recipe) -> RolloutBatch:
-        return RolloutBatch(samples_of(version, recipe), 1, 0)
+        return RolloutBatch(samples_of(version, recipe))
 
     @property
-    def progress(self) -> dict[str, Any]:
+    def progress(self) -> Progress:
         return self.learner.progress
 
     def other_spans(self, begin: float, end: float) -> dict[int, Any]:
@@ -120,19 +121,19 @@ def train_faulty(roles: TrainsMadeUpSamples, recipe: Recipe, start: Path, out: P
     """Train from a checkpoint to the step of a fault, and write what was done to `fault.json`."""
     group, rank = dist.group.WORLD, dist.get_rank()
     models, folder = roles.models, RunFolder(out)
-    roles.restore(checkpoint.load(models.trained, start, group), recipe)
+    roles.restore(Progress.from_json(checkpoint.load(models.trained, start, group)), recipe)
     recorder = StepRecorder(models.trained, models.policy.is_reporting_rank, folder, group)
     for step in range(fault["from"], fault["step"] + 1):
-        samples, timer = samples_of(step, recipe), PhaseTimer()
+        generated, timer = RolloutBatch(samples_of(step, recipe)), PhaseTimer()
         if step == fault["step"] and fault["before"]:
             done = flip(models, fault, rank)
-        experience = roles.make_experience(samples, step, recipe)
+        experience = roles.make_experience(generated, step, recipe)
         recorder.begin(step, recipe, roles.progress, timer)
         metrics = experience.metrics
         metrics.update(roles.update(experience, step, recipe))
         if step == fault["step"] and not fault["before"]:
             done = flip(models, fault, rank)
-        recorder.finish(step, recipe, samples, experience, metrics.reduce(group), timer)
+        recorder.finish(step, recipe, generated, experience, metrics.reduce(group), timer)
     if rank == 0:
         folder.create(recipe)
         (out / "fault.json").write_text(json.dumps({**fault, "done": done}))

@@ -116,17 +116,6 @@ def _check_loss(recipe: Recipe) -> Iterator[str]:
 def _check_greedy_answers(recipe: Recipe) -> Iterator[str]:
     """Yield what a greedy answer beside the samples cannot be combined with."""
     advantage = "algorithm.advantage=greedy_answer"
-    fix = "set algorithm.advantage=returns, or leave it out"
     if recipe.algorithm.combination.dynamic_sampling:
         extra = f"algorithm.dynamic_sampling={recipe.algorithm.combination.dynamic_sampling}"
         yield f"{advantage}: {extra} replaces groups of equal rewards, which have advantages here: set it to 0"
-    if recipe.reward.model is not None:
-        yield f"{advantage}: reward.model={recipe.reward.model} does not score greedy answers: {fix}"
-    if recipe.roles.reward.ranks is not None:
-        ranks = f"roles.reward.ranks={recipe.roles.reward.ranks}"
-        yield f"{advantage}: {ranks} do not score greedy answers: {fix}"
-    if recipe.async_.partial is not None:
-        partial = f"async.partial={recipe.async_.partial}"
-        yield f"{advantage}: with {partial} a prompt's answers are not complete at the same time: {fix}"
-    if recipe.rollout is not None and recipe.rollout.agents is not None:
-        yield f"{advantage}: rollout.agents make no greedy answers in training: {fix}"

@@ -228,10 +228,6 @@ def _check_agents(recipe: Recipe) -> Iterator[str]:
             f"{agents}: engines that share experts (rollout.dp={rollout.dp}) step together, and cannot wait for agents "
             "apart: set rollout.dp=1"
         )
-    if reward.model is not None:
-        yield f"{agents}: a reward model does not score agents' answers: leave reward.model out"
-    if recipe.roles.reward.ranks is not None:
-        yield f"{agents}: agents' answers are scored where they are generated: leave roles.reward.ranks out"
     if reward.overlong_buffer:
         yield (
             f"{agents}: the length of an agent's answer is not that of one sequence: leave "

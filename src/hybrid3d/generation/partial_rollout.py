@@ -23,11 +23,15 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt that was drawn, to be answered once with each seed; `version` is that of the weights that begin it."""
+    """A prompt that was drawn, to be answered once with each seed, or greedily where it is None.
+
+    Attributes:
+        version: of the weights that begin it.
+    """
 
     place: Place
     example: Example
-    seeds: Sequence[int]
+    seeds: Sequence[int | None]
     version: int
 
 

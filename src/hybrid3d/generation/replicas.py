@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
 from hybrid3d.config import Recipe
 from hybrid3d.generation.agents.rollout import AgentRollout
-from hybrid3d.generation.agents.sessions import Session, last_answer, samples_of
-from hybrid3d.generation.engine import NO_CHOICES, Engine, Sampling
+from hybrid3d.generation.agents.sessions import Session, samples_of
+from hybrid3d.generation.engine import Engine, Sampling
 from hybrid3d.generation.exchange import AnswerExchange
 from hybrid3d.generation.multi_turn import MultiTurnRollout
 from hybrid3d.generation.partial_rollout import PartialRollout, Place, Prompt
@@ -20,7 +20,8 @@ from hybrid3d.generation.samples import Sample, held_samples
 from hybrid3d.generation.turns import Trajectory, Turns
 from hybrid3d.rl.data import Example
 from hybrid3d.rl.token_texts import decode_part
-from hybrid3d.scoring.scorer import Scorer, Scores
+from hybrid3d.scoring.function_scorer import FunctionScorer
+from hybrid3d.scoring.scorer import Query, Scores, by_prompt, together
 
 T = TypeVar("T")
 
@@ -39,10 +40,11 @@ class NoReplicas(RuntimeError):
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers of one replica.
+    """The answers of one replica, which are not scored yet.
 
     Attributes:
-        failures: rewards and environments that failed, by kind; `examples` has what one of each said.
+        failures: conversations that an environment or an agent failed in, by kind; `examples` has what one of each
+            said.
     """
 
     samples: list[Sample]
@@ -76,13 +78,8 @@ class Replicas(Protocol):
         """The replicas that can generate, ascending."""
         ...
 
-    def answer(
-        self, shares: Mapping[int, Sequence[Work]], version: int, sampling: Sampling, scored: bool
-    ) -> Mapping[int, Answers]:
+    def answer(self, shares: Mapping[int, Sequence[Work]], version: int, sampling: Sampling) -> Mapping[int, Answers]:
         """Answer each replica's share of the work, with weights of this version or a later one.
-
-        Args:
-            scored: use the recipe's reward; otherwise all rewards are 0, until a reward model replaces them.
 
         Raises:
             StaleWeights: the engine's weights are older, or a sync of them was interrupted.
@@ -95,7 +92,6 @@ class Replicas(Protocol):
         wanted: Mapping[int, int] | None,
         version: int,
         sampling: Sampling,
-        scored: bool,
         stop: Callable[[], bool] | None = None,
     ) -> Mapping[int, Advanced]:
         """Go on with the prompts of each replica, and with these more, as `PartialRollout` says.
@@ -108,6 +104,46 @@ class Replicas(Protocol):
             StaleWeights: as for `answer`.
         """
         ...
+
+    def score(self, shares: Mapping[int, Sequence[Query]]) -> Mapping[int, Scores]:
+        """Return the rewards of each replica's share of answers, by the function `reward.name`."""
+        ...
+
+
+def shares_of_replicas(numbers: Sequence[int], items: Sequence[T]) -> dict[int, Sequence[T]]:
+    """Return each replica's consecutive share of the items.
+
+    Raises:
+        NoReplicas: there is no replica.
+    """
+    if not numbers:
+        raise NoReplicas("no rank can generate: all have been lost")
+    bounds = [len(items) * i // len(numbers) for i in range(len(numbers) + 1)]
+    return {number: items[bounds[i] : bounds[i + 1]] for i, number in enumerate(numbers)}
+
+
+@dataclass(frozen=True)
+class ReplicaScorer:
+    """Implements `Scorer` by the function `reward.name` on the ranks of replicas, so that it runs on all their nodes.
+
+    What a replica that is lost had to score, the others score.
+    """
+
+    replicas: Replicas
+
+    def score(self, queries: Sequence[Query]) -> Scores:
+        """Return the rewards of answers, in order. NoReplicas: all replicas have been lost."""
+        return together(self._parts(queries))
+
+    def _parts(self, queries: Sequence[Query]) -> Iterator[tuple[list[int], Scores]]:
+        remaining = by_prompt(queries)
+        while remaining:
+            shares = shares_of_replicas(self.replicas.numbers, remaining)
+            numbers = {replica: [i for prompt in share for i in prompt] for replica, share in shares.items()}
+            texts = {replica: [queries[i].text for i in of_replica] for replica, of_replica in numbers.items()}
+            found = self.replicas.score(texts)
+            yield from ((numbers[replica], scores) for replica, scores in found.items())
+            remaining = [prompt for replica, share in shares.items() if replica not in found for prompt in share]
 
 
 class EngineReplicas:
@@ -133,7 +169,7 @@ class EngineReplicas:
         self._turns = Turns(recipe, engine, tokenizer, group)
         self._multi_turn = MultiTurnRollout(self._turns, engine, group)
         reward = recipe.reward
-        self._scorer = Scorer(reward.name, reward.workers, reward.timeout_seconds, reward.default)
+        self._scorer = FunctionScorer(reward.name, reward.workers, reward.timeout_seconds, reward.default)
         self._default_reward = reward.default
         self._reported = 0  # number of dropped tokens
         self._partial: PartialRollout | None = None
@@ -148,18 +184,16 @@ class EngineReplicas:
     def numbers(self) -> Sequence[int]:
         return range(self._engine.replicas)
 
-    def answer(
-        self, shares: Mapping[int, Sequence[Work]], version: int, sampling: Sampling, scored: bool
-    ) -> Mapping[int, Answers]:
+    def answer(self, shares: Mapping[int, Sequence[Work]], version: int, sampling: Sampling) -> Mapping[int, Answers]:
         if self._partial is not None:
             self._partial.end_requests()
         work = shares[self._engine.replica]
         examples, seeds = [example for example, _ in work], [seed for _, seed in work]
         if self._agents is not None:
             sessions = self._agents.run(examples, seeds, version, sampling)
-            return self._of_all_replicas(self._scored_sessions(sessions))
+            return self._of_all_replicas(self._answers_of_agents(sessions))
         trajectories = self._multi_turn.run(examples, seeds, version, sampling)
-        return self._of_all_replicas(self._scored(trajectories, scored))
+        return self._of_all_replicas(self._answers(trajectories))
 
     def advance(
         self,
@@ -167,7 +201,6 @@ class EngineReplicas:
         wanted: Mapping[int, int] | None,
         version: int,
         sampling: Sampling,
-        scored: bool,
         stop: Callable[[], bool] | None = None,
     ) -> Mapping[int, Advanced]:
         assert self._partial is not None, "only partial rollouts advance"
@@ -181,7 +214,10 @@ class EngineReplicas:
             self._partial.generate(version, count, sampling, stop)
             taken = [answer for group in self._partial.take(count, version) for answer in group.answers.values()]
         dropped, self._reported = self._partial.dropped_tokens - self._reported, self._partial.dropped_tokens
-        return self._of_all_replicas(Advanced(self._scored(taken, scored), self._partial.places, dropped))
+        return self._of_all_replicas(Advanced(self._answers(taken), self._partial.places, dropped))
+
+    def score(self, shares: Mapping[int, Sequence[Query]]) -> Mapping[int, Scores]:
+        return self._of_all_replicas(self._scorer.score(shares[self._engine.replica] if self._engine.leads else ()))
 
     def reset(self) -> None:
         """Drop the prompts that are being answered, as those who asked are lost."""
@@ -196,98 +232,29 @@ class EngineReplicas:
         if self._agents is not None:
             self._agents.close()
 
-    def _scored(self, trajectories: Sequence[Trajectory], by_name: bool) -> Answers:
-        """Return answers with their rewards; on the ranks that do not report for their replica none."""
+    def _answers(self, trajectories: Sequence[Trajectory]) -> Answers:
+        """Return answers as samples; on the ranks that do not report for their replica none."""
         trajectories = trajectories if self._engine.leads else []
-        answers = [decode_part(self._tokenizer, one.tokens, one.example.prompt_ids) for one in trajectories]
-        queries = [
-            (a, trajectory.example.answer, trajectory.example.prompt)
-            for a, trajectory in zip(answers, trajectories, strict=True)
-        ]
-        rows = [trajectory.example.row for trajectory in trajectories]
-        scores = self._scorer.score(queries).naming(rows) if by_name else Scores([0.0] * len(queries))
         samples = [
-            trajectory.sample(trajectory.example, trajectory.example.prompt_ids, answer, reward)
-            for trajectory, answer, reward in zip(trajectories, answers, scores.rewards, strict=True)
+            one.sample(
+                one.example, one.example.prompt_ids, decode_part(self._tokenizer, one.tokens, one.example.prompt_ids)
+            )
+            for one in trajectories
         ]
-        failed = [(f"{OF_ENVIRONMENT}{one.failure}", one.message) for one in trajectories if one.failure]
-        return self._answers(samples, failed, scores)
+        return self._with_failures(samples, OF_ENVIRONMENT, trajectories)
 
-    def _scored_sessions(self, sessions: Sequence[Session]) -> Answers:
-        """Return the answers of agents, with the rewards that these have given, or else those of the function."""
-        answers = [samples_of(session, self._tokenizer) for session in sessions]
-        rewards: list[float | None] = [
-            self._default_reward if session.failure else session.reward for session in sessions
-        ]
-        missing = [i for i, reward in enumerate(rewards) if reward is None]
-        scores = self._scorer.score(
-            [
-                (last_answer(sessions[i], answers[i]), sessions[i].example.answer, sessions[i].example.prompt)
-                for i in missing
-            ]
-        ).naming([sessions[i].example.row for i in missing])
-        given = iter(scores.rewards)
-        whole = [next(given) if reward is None else reward for reward in rewards]
+    def _answers_of_agents(self, sessions: Sequence[Session]) -> Answers:
         samples = [
-            replace(sample, reward=reward)
-            for reward, branches in zip(whole, answers, strict=True)
-            for sample in branches
+            sample for session in sessions for sample in samples_of(session, self._tokenizer, self._default_reward)
         ]
-        failed = [(f"{OF_AGENT}{session.failure}", session.message) for session in sessions if session.failure]
-        return self._answers(samples, failed, scores)
+        return self._with_failures(samples, OF_AGENT, sessions)
 
-    def _answers(self, samples: list[Sample], failed: Sequence[tuple[str, str]], scores: Scores) -> Answers:
-        """Return samples with the failures of their conversations (kind and message) and of their rewards."""
-        failures = Counter(kind for kind, _ in failed)
+    def _with_failures(self, samples: list[Sample], who: str, talks: Sequence[Trajectory | Session]) -> Answers:
+        """Return samples with the failures of the conversations that they are of."""
+        failed = [(f"{who}{talk.failure}", talk.message) for talk in talks if talk.failure]
         samples = samples if self._holder is None else held_samples(samples, self._holder)
-        return Answers(samples, dict(failures | scores.failures), dict(reversed(failed)) | scores.examples)
+        return Answers(samples, dict(Counter(kind for kind, _ in failed)), dict(reversed(failed)))
 
     def _of_all_replicas(self, value: T) -> dict[int, T]:
         """Return the values of all replicas, by number; each replica's is that of its leading rank."""
         return self._exchange.gather(self._engine.replica, value if self._engine.leads else None)
-
-
-Score = Callable[[Sequence[Sample], bool], Scores]
-"""Returns the rewards of samples: by the reward model, or else by the function."""
-
-
-class ScoredReplicas:
-    """Implements `Replicas` where other ranks compute the rewards of what these replicas answer."""
-
-    def __init__(self, replicas: Replicas, score: Score):
-        self._replicas, self._score = replicas, score
-
-    @property
-    def numbers(self) -> Sequence[int]:
-        return self._replicas.numbers
-
-    def answer(
-        self, shares: Mapping[int, Sequence[Work]], version: int, sampling: Sampling, scored: bool
-    ) -> Mapping[int, Answers]:
-        return self._scored(self._replicas.answer(shares, version, sampling, False), not scored)
-
-    def advance(
-        self,
-        prompts: Mapping[int, Sequence[Prompt]],
-        wanted: Mapping[int, int] | None,
-        version: int,
-        sampling: Sampling,
-        scored: bool,
-        stop: Callable[[], bool] | None = None,
-    ) -> Mapping[int, Advanced]:
-        found = self._replicas.advance(prompts, wanted, version, sampling, False, stop)
-        answers = self._scored({number: advanced.answers for number, advanced in found.items()}, not scored)
-        return {number: replace(advanced, answers=answers[number]) for number, advanced in found.items()}
-
-    def _scored(self, answers: Mapping[int, Answers], by_model: bool) -> dict[int, Answers]:
-        samples = [sample for found in answers.values() for sample in found.samples]
-        scores = self._score([replace(sample, experts=NO_CHOICES) for sample in samples], by_model)
-        rewards, scored = iter(scores.rewards), dict[int, Answers]()
-        for number, found in answers.items():
-            samples = [replace(sample, reward=next(rewards)) for sample in found.samples]
-            scored[number] = replace(found, samples=samples)
-        if scores.failures:  # which are counted over all replicas
-            number, found = next(iter(scored.items()))
-            failures, examples = found.failures | scores.failures, found.examples | scores.examples
-            scored[number] = replace(found, failures=failures, examples=examples)
-        return scored

@@ -8,14 +8,23 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hybrid3d.config import Recipe
-from hybrid3d.generation.engine import Sampling
+from hybrid3d.config import Algorithm, Recipe
+from hybrid3d.generation.engine import NO_CHOICES, Sampling
 from hybrid3d.generation.evaluation import DATA_EVAL, EvalResult, HeldOutAnswer, measure, prefix_of
 from hybrid3d.generation.partial_rollout import Place, Prompt
-from hybrid3d.generation.replicas import OF_AGENT, OF_ENVIRONMENT, Advanced, Answers, NoReplicas, Replicas, Work
-from hybrid3d.generation.samples import RolloutBatch, Sample, answers_of
+from hybrid3d.generation.replicas import (
+    OF_AGENT,
+    OF_ENVIRONMENT,
+    Advanced,
+    Answers,
+    Replicas,
+    Work,
+    shares_of_replicas,
+)
+from hybrid3d.generation.samples import RolloutBatch, Sample, answers_of, queries_of, with_baselines, with_rewards
 from hybrid3d.rl.data import PromptData
 from hybrid3d.scoring.functions import FINAL_ANSWERS
+from hybrid3d.scoring.scorer import Scorer, Scorers
 
 
 class FailedRewards(RuntimeError):
@@ -31,16 +40,18 @@ class Rollouts:
         train, held_out: the prompts, the latter by the names of their files.
     """
 
-    def __init__(self, recipe: Recipe, replicas: Replicas, train: PromptData, held_out: Mapping[str, PromptData]):
+    def __init__(
+        self,
+        recipe: Recipe,
+        replicas: Replicas,
+        scorers: Scorers,
+        train: PromptData,
+        held_out: Mapping[str, PromptData],
+    ):
         self._recipe = recipe
-        self._replicas = replicas
+        self._replicas, self._scorers = replicas, scorers
         self.train = train
         self.held_out = held_out
-
-    @property
-    def _scores_training(self) -> bool:
-        """Whether training uses the reward by name; otherwise a reward model scores the samples later."""
-        return self._recipe.reward.model is None
 
     def generate_batch(self, version: int, batch: int, recipe: Recipe) -> RolloutBatch:
         """Generate a step's samples.
@@ -59,51 +70,69 @@ class Rollouts:
             FailedRewards: more than `reward.max_failures` of the samples' rewards failed, or all of them.
             NoReplicas: all replicas have been lost.
         """
-        wanted, group = recipe.algorithm.prompts_per_step, recipe.algorithm.samples_per_prompt
-        extra = extra_batches(recipe)
+        wanted, per_prompt = recipe.algorithm.prompts_per_step, recipe.algorithm.samples_per_prompt
+        extra, failures = extra_batches(recipe), _Failures()
         groups: list[list[Sample]] = []  # the answers to a prompt, with all their branches
+        greedy: list[Sample] = []
         found: list[int] = []
         fillers: list[int] = []
-        failures: Counter[str] = Counter()
-        examples: dict[str, str] = {}
         batches = zero_variance = 0
         while len(found) < wanted and batches <= extra:
-            answers, of_replicas = self._generate_answers(version, batch + batches, Sampling.for_training(recipe))
-            batch_failures, batch_examples = _failures(of_replicas)
-            failures.update(batch_failures)
-            examples = batch_examples | examples
-            for start in range(0, len(answers), group):
-                of_prompt = answers[start : start + group]
-                uniform = self._has_zero_variance([answer[0] for answer in of_prompt])
+            drawn = self._answer_prompts(version, batch + batches, Sampling.for_training(recipe), failures)
+            answers, of_prompts = self._scored(drawn, failures)
+            greedy += of_prompts
+            for start in range(0, len(answers), per_prompt):
+                of_prompt = answers[start : start + per_prompt]
+                uniform = _has_zero_variance(of_prompt)
                 (fillers if uniform and extra else found).append(len(groups))
                 groups.append([branch for answer in of_prompt for branch in answer])
                 zero_variance += uniform
             batches += 1
-        answered = batches * wanted * (group + recipe.algorithm.uses_greedy_answers)
-        self._check(failures, examples, answered, self._recipe.reward.max_failures)
+        self._check(failures, batches * wanted * self._answers_per_prompt, self._recipe.reward.max_failures)
         # In the order of generation, so that no minibatch has fillers only
         chosen = sorted([*found, *fillers][:wanted])
         return RolloutBatch(
-            [sample for index in chosen for sample in groups[index]], batches, zero_variance, dict(failures), examples
+            [sample for index in chosen for sample in groups[index]],
+            batches,
+            zero_variance,
+            dict(failures.counts),
+            failures.examples,
+            greedy=greedy,
         )
 
-    def _has_zero_variance(self, answers: Sequence[Sample]) -> bool:
-        equal = all(sample.reward == answers[0].reward for sample in answers)
-        return self._scores_training and len(answers) > 1 and equal
+    @property
+    def _answers_per_prompt(self) -> int:
+        """How many answers to a prompt are generated; the last one may be greedy."""
+        return self._recipe.algorithm.samples_per_prompt + self._recipe.algorithm.uses_greedy_answers
 
-    def _check(
-        self, failures: Mapping[str, int], examples: Mapping[str, str], samples: int, allowed: float, where: str = ""
-    ) -> None:
+    def _scored(
+        self, answers: Sequence[list[Sample]], failures: _Failures
+    ) -> tuple[Sequence[list[Sample]], list[Sample]]:
+        """Return the answers that are trained on, with rewards and baselines, and greedy answers.
+
+        Where a model scores answers when experience is made, they are as they were, and only then there are greedy ones
+        apart.
+        """
+        has_greedy, size = self._recipe.algorithm.uses_greedy_answers, self._answers_per_prompt
+        if self._scorers.training is None:
+            if not has_greedy:
+                return answers, []
+            greedy = [replace(sample, experts=NO_CHOICES) for answer in answers[size - 1 :: size] for sample in answer]
+            return [answer for number, answer in enumerate(answers, 1) if number % size], greedy
+        scored = _with_scores(self._scorers.training, answers, size, failures)
+        return (with_baselines(scored, size) if has_greedy else scored), []
+
+    def _check(self, failures: _Failures, samples: int, allowed: float, where: str = "") -> None:
         """Raise FailedRewards if more than the fraction `allowed` failed, or all rewards or all environments did."""
-        failed = sum(failures.values())
-        of_environment = sum(count for kind, count in failures.items() if kind.startswith((OF_ENVIRONMENT, OF_AGENT)))
+        counts, failed = failures.counts, failures.counts.total()
+        of_environment = sum(count for kind, count in counts.items() if kind.startswith((OF_ENVIRONMENT, OF_AGENT)))
         all_failed = max(of_environment, failed - of_environment) >= samples > 0
         if not all_failed and (allowed == 1 or failed <= allowed * samples):
             return
         bound = f"reward.max_failures={allowed:g} allows {int(allowed * samples)}"
         if all_failed:
             bound = "when all fail the run ends, whatever reward.max_failures allows"
-        kinds = ", ".join(f"{count} {kind} ({examples[kind]})" for kind, count in sorted(failures.items()))
+        kinds = ", ".join(f"{count} {kind} ({failures.examples[kind]})" for kind, count in sorted(counts.items()))
         rollout = self._recipe.rollout
         assert rollout is not None, "checked when the recipe was read"
         other = "your agent" if rollout.agents is not None else rollout.environment
@@ -113,19 +142,17 @@ class Rollouts:
         fix = f"fix {blamed}, or raise {timeout}"
         raise FailedRewards(f"{failed} of {samples} {what} failed{where}: {kinds}; {bound}: {fix}")
 
-    def _generate_answers(
-        self, version: int, batch: int, sampling: Sampling
-    ) -> tuple[list[list[Sample]], list[Answers]]:
+    def _answer_prompts(
+        self, version: int, batch: int, sampling: Sampling, failures: _Failures
+    ) -> Sequence[list[Sample]]:
+        """Return the answers to a batch of prompts, `_answers_per_prompt` in a row."""
         algorithm, run = self._recipe.algorithm, self._recipe.run
-        greedy: list[int | None] = [None] * algorithm.uses_greedy_answers
         work: list[Work] = [
             (example, seed)
             for i, example in enumerate(self.train.batch(batch, algorithm.prompts_per_step))
-            for seed in [*request_seeds(run.seed, batch, i, algorithm.samples_per_prompt), *greedy]
+            for seed in request_seeds(run.seed, batch, i, algorithm)
         ]
-        size = algorithm.samples_per_prompt + len(greedy)
-        answers, of_replicas = self._answer(work, size, version, sampling, self._scores_training)
-        return (_with_baselines(answers, size) if greedy else answers), of_replicas
+        return self._answer(work, self._answers_per_prompt, version, sampling, failures)
 
     def evaluate(self, version: int, recipe: Recipe) -> EvalResult:
         """Answer the held-out problems as `evaluation` says, and score the answers.
@@ -139,20 +166,17 @@ class Rollouts:
             NoReplicas: all replicas have been lost.
         """
         metrics: dict[str, float] = {}
-        failures: Counter[str] = Counter()
-        examples: dict[str, str] = {}
+        failures = _Failures()
         for name, data in self.held_out.items():
-            groups, of_replicas = self._answer_held_out(name, data, version, recipe)
-            failed, of_kinds = _failures(of_replicas)
-            of_file = "" if name == DATA_EVAL else f" of evaluation.data.{name}"
-            count = sum(map(len, groups))
-            self._check(failed, of_kinds, count, allowed=1.0, where=f" on held-out problems{of_file}")
-            failures.update(failed)
-            examples = {**of_kinds, **examples}
+            of_file = _Failures()
+            groups = self._answer_held_out(name, data, version, recipe, of_file)
+            where = "" if name == DATA_EVAL else f" of evaluation.data.{name}"
+            self._check(of_file, sum(map(len, groups)), allowed=1.0, where=f" on held-out problems{where}")
+            failures.add(of_file.counts, of_file.examples)
             found = measure(groups, recipe.evaluation.ks, self._final_answer is not None)
             metrics |= {f"{prefix_of(name)}{key}": value for key, value in found.items()}
         problems = {name: len(data.examples) for name, data in self.held_out.items()}
-        return EvalResult(metrics, problems, dict(failures), examples)
+        return EvalResult(metrics, problems, dict(failures.counts), failures.examples)
 
     @property
     def _final_answer(self) -> Callable[[str], Hashable | None] | None:
@@ -161,9 +185,9 @@ class Rollouts:
         return None if has_agents else FINAL_ANSWERS.get(self._recipe.reward.name)
 
     def _answer_held_out(
-        self, name: str, data: PromptData, version: int, recipe: Recipe
-    ) -> tuple[list[list[HeldOutAnswer]], list[Answers]]:
-        """Return the answers to each problem of a file, and all that replicas have answered.
+        self, name: str, data: PromptData, version: int, recipe: Recipe, failures: _Failures
+    ) -> list[list[HeldOutAnswer]]:
+        """Return the answers to each problem of a file.
 
         The seeds are the same in each evaluation, so that two of them differ by their weights only.
         """
@@ -173,49 +197,33 @@ class Rollouts:
             for example in data.examples
             for i in range(n)
         ]
-        answers, of_replicas = self._answer(work, n, version, Sampling.for_evaluation(recipe), scored=True)
+        answers = self._answer(work, n, version, Sampling.for_evaluation(recipe), failures)
+        answers = _with_scores(self._scorers.held_out, answers, n, failures)
         found = [
             HeldOutAnswer(first.reward, None if final is None or n == 1 else final(first.answer))
             for first, *_ in answers
         ]
-        return [found[start : start + n] for start in range(0, len(found), n)], of_replicas
+        return [found[start : start + n] for start in range(0, len(found), n)]
 
     def _answer(
-        self, work: Sequence[Work], size: int, version: int, sampling: Sampling, scored: bool
-    ) -> tuple[list[list[Sample]], list[Answers]]:
-        """Return the branches of each answer in the order of the work, and all that replicas have answered.
-
-        Args:
-            size: the number of answers in a row that one replica gives.
-        """
+        self, work: Sequence[Work], per_prompt: int, version: int, sampling: Sampling, failures: _Failures
+    ) -> Sequence[list[Sample]]:
+        """Return the branches of each answer in the order of the work, `per_prompt` of which are to one prompt."""
         answers: dict[int, list[Sample]] = {}
-        of_replicas: list[Answers] = []
-        remaining: Sequence[int] = range(len(work))
+        remaining = [range(start, start + per_prompt) for start in range(0, len(work), per_prompt)]
         while remaining:
-            shares = self._divide(remaining, size)
-            found = self._replicas.answer(
-                {number: [work[i] for i in share] for number, share in shares.items()}, version, sampling, scored
-            )
-            for number, of_replica in found.items():
-                answers |= zip(shares[number], answers_of(of_replica.samples), strict=True)
-                of_replicas.append(of_replica)
-            remaining = [i for number, share in shares.items() if number not in found for i in share]
-        return [answers[i] for i in range(len(work))], of_replicas
+            shares = shares_of_replicas(self._replicas.numbers, remaining)
+            numbers = {replica: [i for prompt in share for i in prompt] for replica, share in shares.items()}
+            asked = {replica: [work[i] for i in of_replica] for replica, of_replica in numbers.items()}
+            found = self._replicas.answer(asked, version, sampling)
+            for replica, of_replica in found.items():
+                answers |= zip(numbers[replica], answers_of(of_replica.samples), strict=True)
+                failures.add(of_replica.failures, of_replica.examples)
+            remaining = [prompt for replica, share in shares.items() if replica not in found for prompt in share]
+        return [answers[i] for i in range(len(work))]
 
-    def _divide(self, items: Sequence[Any], size: int = 1) -> dict[int, Sequence[Any]]:
-        """Return each replica's consecutive share of the items, in units of `size` of them.
-
-        Raises:
-            NoReplicas: there is no replica.
-        """
-        numbers, units = self._replicas.numbers, len(items) // size
-        if not numbers:
-            raise NoReplicas("no rank can generate: all have been lost")
-        bounds = [units * i // len(numbers) * size for i in range(len(numbers) + 1)]
-        return {number: items[bounds[i] : bounds[i + 1]] for i, number in enumerate(numbers)}
-
-    def restore(self, progress: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint's progress."""
+    def restore(self, unfinished: Sequence[Place]) -> None:
+        """Continue from a checkpoint, when the prompts at these places were drawn and not trained."""
 
 
 class PartialRollouts(Rollouts):
@@ -231,9 +239,9 @@ class PartialRollouts(Rollouts):
         self._dropped_tokens = 0  # since the last report
         self._taken: list[Answers] = []  # of the step, which goes on after all replicas were lost
 
-    def restore(self, progress: Mapping[str, Any]) -> None:
+    def restore(self, unfinished: Sequence[Place]) -> None:
         """Draw the prompts again whose answers were not complete, or not trained, when the checkpoint was written."""
-        self._redrawn = [(batch, i) for batch, i in progress.get("unfinished", ())]
+        self._redrawn = [*unfinished]
 
     def generate_batch(self, version: int, batch: int, recipe: Recipe) -> RolloutBatch:
         """Generate until a step's samples are complete, and interrupt the other answers.
@@ -242,28 +250,33 @@ class PartialRollouts(Rollouts):
         """
         if self._drawn is None:
             self._drawn = self._reported = batch
-        size = recipe.algorithm.samples_per_prompt
+        size, per_prompt = self._answers_per_prompt, recipe.algorithm.samples_per_prompt
         most = min(recipe.async_.batches_in_flight, recipe.run.steps - version + 1)
-        while missing := recipe.algorithm.prompts_per_step - sum(len(a.samples) for a in self._taken) // size:
+        while missing := recipe.algorithm.prompts_per_step - sum(len(of.samples) for of in self._taken) // size:
             self._fill(version, most, missing, recipe)
-            wanted = {number: len(share) for number, share in self._divide(range(missing)).items()}
+            shares = shares_of_replicas(self._replicas.numbers, range(missing))
+            wanted = {number: len(share) for number, share in shares.items()}
             self._taken += [advanced.answers for advanced in self._advance(version, wanted, recipe)]
-        answers, self._taken = self._taken, []
-        samples = [sample for of_replica in answers for sample in of_replica.samples]
-        failures, examples = _failures(answers)
-        self._check(failures, examples, len(samples), recipe.reward.max_failures)
+        failures = _Failures()
+        for of_replica in self._taken:
+            failures.add(of_replica.failures, of_replica.examples)
+        drawn = [[sample] for of_replica in self._taken for sample in of_replica.samples]
+        answers, greedy = self._scored(drawn, failures)
+        self._taken = []
+        self._check(failures, len(drawn), recipe.reward.max_failures)
         batches, self._reported = self._drawn - self._reported, self._drawn
         dropped, self._dropped_tokens = self._dropped_tokens, 0
         return RolloutBatch(
-            samples,
+            [sample for answer in answers for sample in answer],
             batches=batches,
             zero_variance_groups=sum(
-                self._has_zero_variance(samples[start : start + size]) for start in range(0, len(samples), size)
+                _has_zero_variance(answers[start : start + per_prompt]) for start in range(0, len(answers), per_prompt)
             ),
-            failures=failures,
-            examples=examples,
+            failures=dict(failures.counts),
+            examples=failures.examples,
             unfinished=sorted([*self._redrawn, *(place for places in self._places.values() for place in places)]),
             dropped_tokens=dropped,
+            greedy=greedy,
         )
 
     def generate_ahead(self, version: int, recipe: Recipe, stop: Callable[[], bool]) -> None:
@@ -282,7 +295,7 @@ class PartialRollouts(Rollouts):
     ) -> list[Advanced]:
         new, self._new = self._new, {}
         sampling = Sampling.for_training(recipe)
-        found = self._replicas.advance(new, wanted, version, sampling, self._scores_training, stop)
+        found = self._replicas.advance(new, wanted, version, sampling, stop)
         for number, advanced in found.items():
             self._places[number] = list(advanced.unfinished)
             self._dropped_tokens += advanced.dropped_tokens
@@ -305,17 +318,17 @@ class PartialRollouts(Rollouts):
 
     def _lacks_prompts(self, wanted: int) -> bool:
         """Return whether a replica has fewer prompts than its share, as some were dropped, or a replica was lost."""
-        shares = self._divide(range(wanted))
+        shares = shares_of_replicas(self._replicas.numbers, range(wanted))
         return any(len(self._places.get(number, ())) < len(share) for number, share in shares.items())
 
     def _draw(self, places: Sequence[Place], version: int) -> None:
         """Give the prompts at these places to replicas: by their index in the batch, whose order the replicas share."""
         algorithm, seed = self._recipe.algorithm, self._recipe.run.seed
-        shares = self._divide(range(algorithm.prompts_per_step))
+        shares = shares_of_replicas(self._replicas.numbers, range(algorithm.prompts_per_step))
         for batch, i in places:
             number = next(number for number, share in shares.items() if i in share)
             example = self.train.batch(batch, algorithm.prompts_per_step)[i]
-            seeds = request_seeds(seed, batch, i, algorithm.samples_per_prompt)
+            seeds = request_seeds(seed, batch, i, algorithm)
             self._new.setdefault(number, []).append(Prompt((batch, i), example, seeds, version))
             self._places.setdefault(number, []).append((batch, i))
 
@@ -325,24 +338,30 @@ def make_rollouts(recipe: Recipe, *args: Any) -> Rollouts:
     return (Rollouts if recipe.async_.partial is None else PartialRollouts)(recipe, *args)
 
 
-def _with_baselines(answers: Sequence[list[Sample]], size: int) -> list[list[Sample]]:
-    """Return answers with the reward and the length of the greedy one: the last of each `size` in a row."""
-    found = []
-    for start in range(0, len(answers), size):
-        *sampled, (greedy,) = answers[start : start + size]
-        length = len(greedy.tokens)
-        found += [[replace(s, baseline=greedy.reward, baseline_tokens=length) for s in answer] for answer in sampled]
-    return found
+class _Failures:
+    """Conversations and rewards that failed, by kind, and an example of each kind."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.examples: dict[str, str] = {}
+
+    def add(self, counts: Mapping[str, int], examples: Mapping[str, str]) -> None:
+        self.counts.update(counts)
+        self.examples = {**examples, **self.examples}
 
 
-def _failures(answers: Sequence[Answers]) -> tuple[dict[str, int], dict[str, str]]:
-    """Return how many rewards and environments failed, by kind, and an example of each kind."""
-    failures: Counter[str] = Counter()
-    examples: dict[str, str] = {}
-    for of_replica in answers:
-        failures.update(of_replica.failures)
-        examples = {**of_replica.examples, **examples}
-    return dict(failures), examples
+def _with_scores(
+    scorer: Scorer, answers: Sequence[list[Sample]], per_prompt: int, failures: _Failures
+) -> list[list[Sample]]:
+    scores = scorer.score(queries_of(answers, per_prompt))
+    failures.add(scores.failures, scores.examples)
+    return with_rewards(answers, scores.rewards)
+
+
+def _has_zero_variance(answers: Sequence[Sequence[Sample]]) -> bool:
+    """Return whether the answers to a prompt have equal rewards; those that are scored later may differ."""
+    firsts = [branches[0] for branches in answers]
+    return len(firsts) > 1 and all(first.scored and first.reward == firsts[0].reward for first in firsts)
 
 
 def extra_batches(recipe: Recipe) -> int:
@@ -365,6 +384,7 @@ def _seed(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
 
 
-def request_seeds(seed: int, batch: int, prompt: int, samples: int) -> list[int]:
-    """Return the seeds of all answers to a prompt."""
-    return [request_seed(seed, batch, prompt, sample) for sample in range(samples)]
+def request_seeds(seed: int, batch: int, prompt: int, algorithm: Algorithm) -> list[int | None]:
+    """Return the seeds of all answers to a prompt; None answers greedily, last."""
+    sampled = [request_seed(seed, batch, prompt, sample) for sample in range(algorithm.samples_per_prompt)]
+    return [*sampled, *[None] * algorithm.uses_greedy_answers]

@@ -1,33 +1,44 @@
-"""The results of generation: samples, a step's batch of them, and the tokens of an unfinished answer."""
+"""The results of generation: samples, a step's batch of them, and the tokens of an unfinished answer.
+
+An answer is one sample or, where an agent made it, the samples of its branches in a row.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+
+import numpy as np
 
 from hybrid3d.config import Rollout
-from hybrid3d.generation.engine import NO_CHOICES, Completion, ExpertChoices
+from hybrid3d.generation.engine import NO_CHOICES, Array, Completion, ExpertChoices
+from hybrid3d.generation.run_lengths import RunLengths
 from hybrid3d.rl.data import Example
+from hybrid3d.scoring.scorer import Query
 
 NO_BRANCH = -1  # of a row that only fills a batch
 NO_ANSWER = -1  # the number of the answer of such a row
+ARRAYS = {"prompt_ids": np.int32, "tokens": np.int32, "loss_mask": np.bool_, "logprobs": np.float32}  # of a sample
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sample:
-    """One answer to one prompt, and its reward.
+    """One answer to one prompt, and its reward once it is scored. Sequences of another type are converted.
 
     Attributes:
         reference: the data's answer to the prompt, with which a reward function compares.
         row: of the prompt in its file; None where it is not known.
-        tokens: of the answer, what an environment wrote in it included.
+        prompt_ids: int32, the tokens of the prompt.
+        tokens: int32, those of the answer, what an environment wrote in it included.
         loss_mask: whether the policy generated each token.
-        logprobs: of the policy's tokens, by vLLM: of the distribution at the temperature, over all tokens.
+        logprobs: float32, of the policy's tokens, by vLLM: of the distribution at the temperature, over all tokens.
         versions: for each token, the version of the weights that generated it (for an environment's, the turn before
             it): the number of updates behind them.
+        scored: whether the reward is known; an agent may give it with its answer.
         branch: of an agent's answer, whose branches are samples in a row: 0 is the first. All have its reward.
             `NO_BRANCH` of what only fills a batch.
+        last: whether it is the branch with the last reply, whose text and tokens are scored.
         truncated: whether the answer was cut: the engine ran out of tokens, or an environment's reply did not fit.
         baseline: the reward of a greedy answer to the prompt; 0 unless advantages need it.
         baseline_tokens: the number of tokens of that answer.
@@ -36,36 +47,56 @@ class Sample:
     """
 
     prompt: str
-    prompt_ids: tuple[int, ...]
-    tokens: tuple[int, ...]
-    loss_mask: tuple[bool, ...]
-    logprobs: tuple[float, ...]
+    prompt_ids: Array
+    tokens: Array
+    loss_mask: Array
+    logprobs: Array
     answer: str
     reward: float
-    versions: tuple[int, ...]
+    versions: RunLengths
     reference: str = ""
     row: int | None = None
+    scored: bool = False
     branch: int = 0
+    last: bool = True
     truncated: bool = False
     baseline: float = 0.0
     baseline_tokens: int = 0
     kept_probability: float = 1.0
     experts: ExpertChoices = NO_CHOICES
 
+    def __post_init__(self) -> None:
+        for name, dtype in ARRAYS.items():
+            object.__setattr__(self, name, np.asarray(getattr(self, name), dtype))
+        object.__setattr__(self, "versions", RunLengths.of(self.versions))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sample):
+            return NotImplemented
+        names = [each.name for each in fields(self)]
+        return all(np.array_equal(getattr(self, name), getattr(other, name)) for name in ARRAYS) and all(
+            getattr(self, name) == getattr(other, name) for name in names if name not in ARRAYS
+        )
+
+    @property
+    def sequence(self) -> Array:
+        """The tokens of prompt and answer, int32."""
+        return np.concatenate([self.prompt_ids, self.tokens])
+
     @property
     def weight_version(self) -> int:
         """The version of the oldest weights that generated a token of it."""
-        return min(self.versions)
+        return min(version for version, _ in self.versions.runs)
 
     @property
     def num_loss_tokens(self) -> int:
         """How many tokens the policy generated."""
-        return sum(self.loss_mask)
+        return int(self.loss_mask.sum())
 
     @property
     def turns(self) -> int:
         """How many turns the policy had."""
-        return sum(now and not before for before, now in zip((False, *self.loss_mask), self.loss_mask, strict=False))
+        return int((np.diff(self.loss_mask.astype(np.int8), prepend=0) == 1).sum())
 
 
 def answer_numbers(samples: Sequence[Sample]) -> list[int]:
@@ -81,11 +112,50 @@ def answers_of(samples: Sequence[Sample]) -> list[list[Sample]]:
     return [[sample for _, sample in of_answer] for _, of_answer in itertools.groupby(numbered, lambda pair: pair[0])]
 
 
+def queries_of(answers: Sequence[Sequence[Sample]], per_prompt: int) -> list[Query]:
+    """Return what a scorer is asked of answers, `per_prompt` of which in a row are to one prompt."""
+    found = []
+    for number, branches in enumerate(answers):
+        last = next(branch for branch in branches if branch.last)
+        found.append(
+            Query(
+                answer=last.answer,
+                reference=last.reference,
+                prompt=last.prompt,
+                row=last.row,
+                prompt_ids=last.prompt_ids,
+                tokens=last.tokens,
+                prompt_number=number // per_prompt,
+                given=last.reward if last.scored else None,
+            )
+        )
+    return found
+
+
+def with_rewards(answers: Sequence[Sequence[Sample]], rewards: Sequence[float]) -> list[list[Sample]]:
+    """Return answers with rewards, which all branches of an answer have."""
+    pairs = zip(answers, rewards, strict=True)
+    return [[replace(branch, reward=reward, scored=True) for branch in branches] for branches, reward in pairs]
+
+
+def with_baselines(answers: Sequence[Sequence[Sample]], per_prompt: int) -> list[list[Sample]]:
+    """Return answers with the reward and the length of the greedy one, which is the last to each prompt, without it."""
+    found = []
+    for start in range(0, len(answers), per_prompt):
+        *sampled, (greedy, *_) = answers[start : start + per_prompt]
+        reward, tokens = greedy.reward, len(greedy.tokens)
+        found += [[replace(one, baseline=reward, baseline_tokens=tokens) for one in answer] for answer in sampled]
+    return found
+
+
 def filled_up(samples: Sequence[Sample], multiple: int) -> Sequence[Sample]:
     """Return samples whose number is a multiple, by adding rows of no answer, which have no loss tokens."""
     last = samples[-1]
-    empty = replace(last, prompt_ids=last.prompt_ids[:1], tokens=last.tokens[:1], loss_mask=(False,), logprobs=())
-    filling = replace(empty, versions=last.versions[:1], branch=NO_BRANCH, experts=last.experts.first(2))
+    nothing = np.zeros(1, np.bool_), np.zeros(0, np.float32)
+    empty = replace(last, prompt_ids=last.prompt_ids[:1], tokens=last.tokens[:1], loss_mask=nothing[0])
+    filling = replace(
+        empty, logprobs=nothing[1], versions=last.versions[:1], branch=NO_BRANCH, experts=last.experts.first(2)
+    )
     return [*samples, *[filling] * (-len(samples) % multiple)]
 
 
@@ -109,15 +179,17 @@ class RolloutBatch:
             drawn; `examples` has what one of each said.
         unfinished: places of the prompts that were drawn before and are not trained yet; None without partial rollouts.
         dropped_tokens: how many generated tokens were dropped since the batch before.
+        greedy: a greedy answer to each prompt, where the samples are not scored yet and its reward is their baseline.
     """
 
     samples: list[Sample]
-    batches: int
-    zero_variance_groups: int
+    batches: int = 1
+    zero_variance_groups: int = 0
     failures: dict[str, int] = field(default_factory=dict)
     examples: dict[str, str] = field(default_factory=dict)
     unfinished: list[tuple[int, int]] | None = None
     dropped_tokens: int = 0
+    greedy: list[Sample] = field(default_factory=list)
 
     def metrics(self, samples: Sequence[Sample], rollout: Rollout, version: int) -> dict[str, float]:
         """Return the metrics of the samples' lengths, turns, rewards and weights.
@@ -152,7 +224,7 @@ class RolloutBatch:
         if rollout.agents is not None:
             found["rollout/branches_mean"] = len(samples) / len(firsts)
         if self.unfinished is not None:
-            continued = sum(len(set(sample.versions)) > 1 for sample in samples)
+            continued = sum(len(sample.versions.runs) > 1 for sample in samples)
             found["rollout/continued_fraction"] = continued / len(samples)
             found["rollout/unfinished_prompts"] = len(self.unfinished)
             found["rollout/dropped_tokens"] = self.dropped_tokens
@@ -200,21 +272,29 @@ class AnswerTokens:
         del self.logprobs[generated:], self.kept[generated:]
 
     def sample(
-        self, example: Example, prompt_ids: Sequence[int], answer: str, reward: float = 0.0, branch: int = 0
+        self,
+        example: Example,
+        prompt_ids: Sequence[int],
+        answer: str,
+        reward: float | None = None,
+        branch: int = 0,
+        last: bool = True,
     ) -> Sample:
         """Return the sample of these tokens; arguments are as in `Sample`."""
         return Sample(
             prompt=example.prompt,
-            prompt_ids=tuple(prompt_ids),
-            tokens=tuple(self.tokens),
-            loss_mask=tuple(self.loss_mask),
-            logprobs=tuple(self.logprobs),
+            prompt_ids=np.array(prompt_ids, np.int32),
+            tokens=np.array(self.tokens, np.int32),
+            loss_mask=np.array(self.loss_mask, np.bool_),
+            logprobs=np.array(self.logprobs, np.float32),
             answer=answer,
-            reward=reward,
-            versions=tuple(self.versions),
+            reward=0.0 if reward is None else reward,
+            versions=RunLengths.of(self.versions),
             reference=example.answer,
             row=example.row,
+            scored=reward is not None,
             branch=branch,
+            last=last,
             truncated=self.truncated,
             kept_probability=sum(self.kept) / len(self.kept) if self.kept else 1.0,
             experts=self.experts.first(len(prompt_ids) + len(self.tokens)),  # of what a stop has left

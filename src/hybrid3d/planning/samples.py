@@ -15,10 +15,10 @@ from hybrid3d.config import Recipe
 from hybrid3d.families import Config, family_of
 
 # Bytes of a pickled token: its number, and its text
-PROMPT_TOKEN = 5 + 4
-# The same, its log-probability, whether the policy generated it, and the version of the weights
-ANSWER_TOKEN = PROMPT_TOKEN + 9 + 1 + 3
-ANSWER = 300  # of an answer besides its tokens
+PROMPT_TOKEN = 4 + 4
+# The same, its log-probability, and whether the policy generated it; the versions of weights are few
+ANSWER_TOKEN = PROMPT_TOKEN + 4 + 1
+ANSWER = 500  # of an answer besides its tokens
 MANY_EXPERTS = 256  # more have numbers of two bytes
 
 

@@ -182,6 +182,10 @@ def _progress_differences(one: StepRecord, other: StepRecord) -> Iterator[Differ
         yield Difference(one.step, "progress", "the KL coefficient and the guard before the step", values)
 
 
+def _equal(one: Any, other: Any) -> bool:
+    return np.array_equal(one, other) if isinstance(one, np.ndarray) else bool(one == other)
+
+
 def _sample_differences(one: StepRecord, other: StepRecord) -> Iterator[Difference]:
     if len(one.samples) != len(other.samples):
         values = str(len(one.samples)), str(len(other.samples))
@@ -189,7 +193,7 @@ def _sample_differences(one: StepRecord, other: StepRecord) -> Iterator[Differen
         return
     for field, name in SAMPLE_FIELDS.items():
         pairs = [(getattr(a, field), getattr(b, field)) for a, b in zip(one.samples, other.samples, strict=True)]
-        differing = [number for number, (a, b) in enumerate(pairs) if a != b]
+        differing = [number for number, (a, b) in enumerate(pairs) if not _equal(a, b)]
         if differing:
             (a, b), number = pairs[differing[0]], differing[0]
             place, values = f"the {name} of sample {number}", (f"{len(a)} of them", f"{len(b)} of them")

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import ArrayLike
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from hybrid3d.config import Recipe, load_recipe, recipe_to_yaml
 from hybrid3d.errors import UserMistake
 from hybrid3d.generation.engine import NO_CHOICES, ExpertChoices, joined
-from hybrid3d.generation.samples import Sample
+from hybrid3d.generation.samples import RolloutBatch, Sample
 from hybrid3d.storage import manifest
 from hybrid3d.storage.user_files import read_json_file
 
@@ -31,6 +32,7 @@ FORMAT = 1
 SETTINGS, STEP, SAMPLES = "settings.yaml", "step.json", "samples.safetensors"
 EXPERIENCE, FINGERPRINTS = "experience.safetensors", "fingerprints.safetensors"
 FILES = (SETTINGS, STEP, SAMPLES, EXPERIENCE, FINGERPRINTS)
+GREEDY = "greedy/"  # prefix of the arrays of greedy answers
 PARTIAL = ".partial"  # suffix of a folder that is being written
 METRICS = ("train/", "critic/", "mismatch/")  # the groups that a recorded step keeps
 
@@ -73,6 +75,7 @@ class StepRecord:
         progress: the learner's state besides models before the step, as in a checkpoint.
         environment: versions, device and number of threads of rank 0.
         samples: B samples as they were generated, without texts.
+        greedy: the greedy answers of a `RolloutBatch`, likewise.
         rewards: [B] float64, with which the step was trained: those of the samples, or of a reward model.
         computed_by: [B] int32, the rank that computed each sample's log-probabilities and advantages.
         token_values: float32 values of the policy's tokens, sample after sample, by name: `logprobs` (before the
@@ -91,6 +94,12 @@ class StepRecord:
     token_values: Mapping[str, Array]
     metrics: Mapping[str, float | None]
     weights: Mapping[str, WeightRecord]
+    greedy: Sequence[Sample] = ()
+
+    @property
+    def generated(self) -> RolloutBatch:
+        """What experience is made of."""
+        return RolloutBatch([*self.samples], greedy=[*self.greedy])
 
 
 def metrics_of_training(row: Mapping[str, float]) -> dict[str, float | None]:
@@ -118,7 +127,8 @@ def write_step(folder: Path, record: StepRecord, identity: manifest.Identity | N
         "tensors": {model: weights.tensors for model, weights in record.weights.items()},
     }
     (unfinished / STEP).write_text(json.dumps(told, indent=1), encoding="utf-8")
-    _save(unfinished / SAMPLES, _sample_arrays(record.samples))
+    greedy = {f"{GREEDY}{key}": array for key, array in _sample_arrays(record.greedy).items()} if record.greedy else {}
+    _save(unfinished / SAMPLES, _sample_arrays(record.samples) | greedy)
     experience = {"rewards": record.rewards, "computed_by": record.computed_by, **record.token_values}
     _save(unfinished / EXPERIENCE, experience)
     models = record.weights.items()
@@ -151,13 +161,15 @@ def read_step(folder: Path) -> StepRecord:
             raise BrokenRecord(f"{folder} is of format {told['format']}, and this version reads format {FORMAT}")
         experience = load_file(folder / EXPERIENCE)
         fingerprints = load_file(folder / FINGERPRINTS)
-        settings = load_recipe(folder / SETTINGS)
+        settings, samples = load_recipe(folder / SETTINGS), load_file(folder / SAMPLES)
+        greedy = {key.removeprefix(GREEDY): samples.pop(key) for key in [*samples] if key.startswith(GREEDY)}
         return StepRecord(
             step=told["step"],
             settings=settings,
             progress=told["progress"],
             environment=told["environment"],
-            samples=_samples(load_file(folder / SAMPLES), settings),
+            samples=_samples(samples, settings),
+            greedy=_samples(greedy, settings) if greedy else (),
             rewards=experience.pop("rewards"),
             computed_by=experience.pop("computed_by"),
             token_values=experience,
@@ -176,8 +188,8 @@ def _save(path: Path, arrays: Mapping[str, Array]) -> None:
 
 
 def _sample_arrays(samples: Sequence[Sample]) -> dict[str, Array]:
-    def in_a_row(parts: Sequence[Sequence[Any]], dtype: type) -> Array:
-        return np.array([value for part in parts for value in part], dtype)
+    def in_a_row(parts: Sequence[ArrayLike], dtype: type) -> Array:
+        return np.concatenate([np.asarray(part, dtype) for part in parts]) if parts else np.zeros(0, dtype)
 
     return {
         "prompt_lengths": np.array([len(sample.prompt_ids) for sample in samples], np.int32),
@@ -185,9 +197,11 @@ def _sample_arrays(samples: Sequence[Sample]) -> dict[str, Array]:
         "lengths": np.array([len(sample.tokens) for sample in samples], np.int32),
         "tokens": in_a_row([sample.tokens for sample in samples], np.int32),
         "loss_mask": in_a_row([sample.loss_mask for sample in samples], np.bool_),
-        "versions": in_a_row([sample.versions for sample in samples], np.int32),
+        "versions": in_a_row([[*sample.versions] for sample in samples], np.int32),
         "logprobs": in_a_row([sample.logprobs for sample in samples], np.float64),
         "rewards": np.array([sample.reward for sample in samples], np.float64),
+        "scored": np.array([sample.scored for sample in samples], np.bool_),
+        "last": np.array([sample.last for sample in samples], np.bool_),
         "branches": np.array([sample.branch for sample in samples], np.int32),
         "truncated": np.array([sample.truncated for sample in samples], np.bool_),
         "baselines": np.array([sample.baseline for sample in samples], np.float64),
@@ -201,17 +215,28 @@ def _samples(arrays: Mapping[str, Array], settings: Recipe) -> list[Sample]:
     assert settings.rollout is not None, "samples were generated"
     prompts = _split(arrays["prompt_ids"], arrays["prompt_lengths"])
     tokens, masks, versions = (_split(arrays[key], arrays["lengths"]) for key in ("tokens", "loss_mask", "versions"))
-    logprobs = _split(arrays["logprobs"], np.array([sum(mask) for mask in masks], np.int64))
+    has_logprobs = len(arrays["logprobs"]) > 0  # greedy answers have none
+    logprobs = _split(arrays["logprobs"], np.array([mask.sum() * has_logprobs for mask in masks], np.int64))
     rewards = arrays["rewards"].tolist()
     missing = np.zeros(len(rewards), np.int32)  # in older records
-    others = [arrays.get(key, missing).tolist() for key in ("branches", "baselines", "baseline_tokens")]
     by_length = arrays["lengths"] >= settings.rollout.max_new_tokens  # which older versions went by
-    truncated, experts = arrays.get("truncated", by_length).tolist(), _experts(arrays, len(rewards))
-    fields = zip(prompts, tokens, masks, logprobs, rewards, versions, *others, truncated, experts, strict=True)
-    return [
-        Sample("", p, t, m, n, "", r, v, branch=b, truncated=cut, baseline=base, baseline_tokens=length, experts=e)
-        for p, t, m, n, r, v, b, base, length, cut, e in fields
-    ]
+    columns = {
+        "prompt_ids": prompts,
+        "tokens": tokens,
+        "loss_mask": masks,
+        "logprobs": logprobs,
+        "reward": rewards,
+        "versions": versions,
+        "scored": arrays.get("scored", missing.astype(bool)).tolist(),
+        "branch": arrays.get("branches", missing).tolist(),
+        "last": arrays.get("last", missing == 0).tolist(),
+        "truncated": arrays.get("truncated", by_length).tolist(),
+        "baseline": arrays.get("baselines", missing).tolist(),
+        "baseline_tokens": arrays.get("baseline_tokens", missing).tolist(),
+        "experts": _experts(arrays, len(rewards)),
+    }
+    rows = zip(*columns.values(), strict=True)
+    return [Sample(prompt="", answer="", **dict(zip(columns, row, strict=True))) for row in rows]
 
 
 def _experts(arrays: Mapping[str, Array], samples: int) -> list[ExpertChoices]:
@@ -224,9 +249,9 @@ def _experts(arrays: Mapping[str, Array], samples: int) -> list[ExpertChoices]:
     return [ExpertChoices.of(part) if len(part) else NO_CHOICES for part in parts]
 
 
-def _split(joined: Array, lengths: Array) -> list[tuple[Any, ...]]:
+def _split(joined: Array, lengths: Array) -> list[Array]:
     """Return the parts of these lengths. ValueError: they do not add up to the whole."""
     ends = [0, *np.cumsum(lengths).tolist()]
     if ends[-1] != len(joined):
         raise ValueError(f"{ends[-1]} values expected, {len(joined)} found")
-    return [tuple(joined[low:high].tolist()) for low, high in pairwise(ends)]
+    return [joined[low:high] for low, high in pairwise(ends)]

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 Rows = slice | Tensor
@@ -36,10 +38,10 @@ class Batch:
     @classmethod
     def from_sequences(
         cls,
-        sequences: Sequence[Sequence[int]],
+        sequences: Sequence[ArrayLike],
         prompt_lengths: Sequence[int],
         *,
-        loss_mask: Sequence[Sequence[bool]] | None = None,
+        loss_mask: Sequence[ArrayLike] | None = None,
         pad_id: int,
     ) -> Batch:
         """Pad sequences to the longest of them.
@@ -56,21 +58,25 @@ class Batch:
                 f"expected one or more sequences with a prompt length each, got {len(prompt_lengths)} prompt lengths "
                 f"for {len(sequences)} sequences"
             )
-        for row, (sequence, prompt) in enumerate(zip(sequences, prompt_lengths, strict=True)):
+        rows = [np.asarray(sequence, np.int64) for sequence in sequences]
+        for row, (sequence, prompt) in enumerate(zip(rows, prompt_lengths, strict=True)):
             if not 1 <= prompt <= len(sequence):
                 raise ValueError(f"sequence {row} of {len(sequence)} tokens cannot have a prompt of {prompt}")
-        lengths = torch.tensor([len(sequence) for sequence in sequences], dtype=torch.int64)
+        lengths = torch.tensor([len(sequence) for sequence in rows], dtype=torch.int64)
         prompts = torch.tensor(prompt_lengths, dtype=torch.int64)
         width = int(lengths.max())
-        padded = [[*sequence, *[pad_id] * (width - len(sequence))] for sequence in sequences]
+        padded = torch.full((len(rows), width), pad_id, dtype=torch.int64)
+        for row, sequence in enumerate(rows):
+            padded[row, : len(sequence)] = torch.from_numpy(sequence)
         position = torch.arange(width)
         mask = (position >= prompts[:, None]) & (position < lengths[:, None])
         if loss_mask is not None:
-            counts, responses = [len(row) for row in loss_mask], (lengths - prompts).tolist()
+            masks = [np.asarray(each, np.bool_) for each in loss_mask]
+            counts, responses = [len(each) for each in masks], (lengths - prompts).tolist()
             if counts != responses:
                 raise ValueError(f"loss_mask has {counts} tokens per response, the responses have {responses}")
-            mask[mask.clone()] = torch.tensor([in_loss for row in loss_mask for in_loss in row], dtype=torch.bool)
-        return cls(torch.tensor(padded, dtype=torch.int64), prompts, lengths, mask.float())
+            mask[mask.clone()] = torch.from_numpy(np.concatenate(masks))
+        return cls(padded, prompts, lengths, mask.float())
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -87,19 +93,16 @@ class Batch:
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         return Batch(**{name: function(tensor) for name, tensor in given.items() if tensor is not None})
 
-    def align(self, responses: Sequence[Sequence[float]]) -> Tensor:
+    def align(self, responses: Sequence[ArrayLike]) -> Tensor:
         """Place values of the generated tokens, such as vLLM's log-probabilities, at these tokens, [B, T].
 
         Raises:
             ValueError: a response has another number of values than of generated tokens.
         """
-        counts = self.response_mask.sum(dim=1).long().tolist()
-        if [len(values) for values in responses] != counts:
-            raise ValueError(
-                f"got {[len(values) for values in responses]} values per response, the responses have {counts} tokens"
-            )
+        values = [np.asarray(response, np.float32) for response in responses]
+        given, counts = [len(each) for each in values], self.response_mask.sum(dim=1).long().tolist()
+        if given != counts:
+            raise ValueError(f"got {given} values per response, the responses have {counts} tokens")
         aligned = torch.zeros_like(self.response_mask)
-        aligned[self.response_mask.bool()] = torch.tensor(
-            [value for values in responses for value in values], dtype=aligned.dtype, device=aligned.device
-        )
+        aligned[self.response_mask.bool()] = torch.from_numpy(np.concatenate(values)).to(aligned.device)
         return aligned

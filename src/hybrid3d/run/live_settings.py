@@ -153,14 +153,13 @@ class LiveSettings:
         self.recipe = override_settings(recipe, pinned)
 
     @property
-    def progress(self) -> dict[str, Any]:
+    def control(self) -> dict[str, Any]:
         """The state that a checkpoint saves, as JSON."""
-        return {"control": {"settings": self._settings, "seen": self._file_hash, "file": self._file_settings}}
+        return {"settings": self._settings, "seen": self._file_hash, "file": self._file_settings}
 
-    def restore(self, progress: Mapping[str, Any]) -> None:
-        """Restore the settings from a checkpoint's `progress`; if it is empty, the run starts at its first step."""
-        if progress:
-            saved = progress["control"]
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Restore the settings from what a checkpoint saved; if it is empty, the run starts at its first step."""
+        if saved:
             self._file_hash, self._file_settings = saved["seen"], saved["file"]
             self._apply(saved["settings"])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -75,12 +74,12 @@ class Record:
                 {
                     "step": row["step"],
                     "weights": s.weight_version,
-                    "versions": [[version, len(list(run))] for version, run in itertools.groupby(s.versions)],
+                    "versions": s.versions.runs,
                     "prompt": s.prompt,
                     "answer": s.answer,
                     "reward": s.reward,
-                    "prompt_tokens": s.prompt_ids,
-                    "answer_tokens": s.tokens,
+                    "prompt_tokens": s.prompt_ids.tolist(),
+                    "answer_tokens": s.tokens.tolist(),
                 }
                 for s in kept
             )

@@ -1,15 +1,45 @@
-"""Computes the rewards of batches with time limits, so that no answer and no reward function can stop a run."""
+"""What a scorer of answers is, and the rewards that are said with an answer. `docs/design.md` lists the scorers."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import Any, Protocol, TypeAlias, cast
 
-from hybrid3d.scoring.functions import find_reward, load_function, unusable
-from hybrid3d.scoring.pool_client import ProcessPoolClient, load_in_subprocess
-from hybrid3d.scoring.pool_worker import Item
+import numpy as np
+
+from hybrid3d.scoring.functions import unusable
+
+Tokens: TypeAlias = "Sequence[int] | np.ndarray[Any, np.dtype[Any]]"
+
+
+@dataclass(frozen=True, eq=False)
+class Query:
+    """One answer to score.
+
+    Attributes:
+        answer, reference, prompt: texts, which functions read; the answer of an agent is that of its last branch.
+        row: of the prompt in its file; None where it is not known.
+        prompt_ids, tokens: of prompt and answer, which models read.
+        prompt_number: equal for answers to one prompt, which are in a row and are scored together, as a batched
+            function may compare them.
+        given: the reward that an agent has given; None: it is to be computed.
+    """
+
+    answer: str
+    reference: str
+    prompt: str
+    row: int | None = None
+    prompt_ids: Tokens = ()
+    tokens: Tokens = ()
+    prompt_number: int = 0
+    given: float | None = None
+
+    @property
+    def text(self) -> Query:
+        """The query without tokens: what is sent to a function."""
+        return replace(self, prompt_ids=(), tokens=())
 
 
 @dataclass(frozen=True)
@@ -17,12 +47,12 @@ class Scores:
     """Holds the rewards of a batch, and the failures.
 
     Attributes:
-        rewards: one per sample; a sample whose reward failed has the default reward.
-        failures: number of failed samples by kind: `raised`, `hung` (no reward within the limit), `died` (the process
+        rewards: one per answer; an answer whose reward failed has the default reward.
+        failures: number of failed answers by kind: `raised`, `hung` (no reward within the limit), `died` (the process
             ended, with any exit code), `not_a_number` (also no finite one), `too_large`, and for a batched function
             `wrong_count` and `wrong_type` (no list, tuple or 1-D array).
         examples: the first message of each kind.
-        places: the numbers of the samples that these are of.
+        places: the numbers of the answers that these are of.
     """
 
     rewards: list[float]
@@ -31,56 +61,60 @@ class Scores:
     places: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
 
     def naming(self, rows: Sequence[int | None]) -> Scores:
-        """Return the same with the rows in messages: those of the samples' prompts in their file, where known."""
+        """Return the same with the rows in messages: those of the answers' prompts in their file, where known."""
         told = {kind: rows[self.places[kind]] if kind in self.places else None for kind in self.examples}
         named = {kind: f"row {told[kind]}: " if told[kind] is not None else "" for kind in self.examples}
         return replace(self, examples={kind: f"{named[kind]}{text}" for kind, text in self.examples.items()}, places={})
 
 
-class Scorer:
-    """Computes one reward in `workers` processes, which start with the first batch; a cheap builtin one needs none.
+class Scorer(Protocol):
+    """Scores answers. The result is the same on all ranks that hold the scorer; they call it together."""
 
-    A user's reward is `module:function`: a function of (answer, reference, prompt) that returns a float. With the
-    attribute `batched = True` it takes three lists and returns a list, a tuple or a 1-D array, and `timeout_seconds`
-    applies to the whole batch.
+    def score(self, queries: Sequence[Query]) -> Scores:
+        """Return the rewards of answers, in order."""
+        ...
 
-    Raises:
-        ValueError: `spec` is neither the name of a reward nor `module:function`.
+
+@dataclass(frozen=True)
+class Scorers:
+    """The scorers of a run's answers.
+
+    Attributes:
+        training: of the answers that are trained on, asked beside generation; None where a reward model scores them
+            that shares the memory of the models that are trained: it is asked when experience is made.
+        held_out: of the answers to held-out problems: the function also where training has a reward model.
     """
 
-    def __init__(self, spec: str, workers: int, timeout_seconds: float, default: float):
-        reward = find_reward(spec)
-        self._function = None if reward.pooled else load_function(reward.target)
-        self._pool = ProcessPoolClient(reward.target, "reward", workers, timeout_seconds)
-        self._default = default
+    training: Scorer | None
+    held_out: Scorer
 
-    def __enter__(self) -> Scorer:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+@dataclass(frozen=True)
+class Given:
+    """Implements `Scorer`: rewards that agents have given, and those of another scorer for other answers."""
 
-    def score(self, items: Sequence[Item]) -> Scores:
-        """Return the rewards of items (answer, reference, prompt), in order."""
-        if self._function is not None:
-            return Scores([float(self._function(*item)) for item in items])
-        return _scores(cast("list[_Result]", self._pool.call(items)), self._default)
+    others: Scorer
 
-    def close(self) -> None:
-        """End all processes; the next batch starts them again."""
-        self._pool.close()
+    def score(self, queries: Sequence[Query]) -> Scores:
+        """Return the rewards of answers, in order."""
+        missing = [query for query in queries if query.given is None]
+        scores = self.others.score(missing)
+        computed = iter(scores.rewards)
+        rewards = [next(computed) if query.given is None else query.given for query in queries]
+        return replace(scores, rewards=rewards)
+
+
+Result = tuple[float | None, str, str]
+"""A reward, the kind of its failure, or "", and a message of it."""
 
 
 def scores_of(rewards: Sequence[float], default: float) -> Scores:
     """Return numbers as scores, those of a reward model; those that can be no reward have failed."""
-    return _scores([(reward, unusable(reward), f"{reward:g}") for reward in rewards], default)
+    return scores_of_results([(reward, unusable(reward), f"{reward:g}") for reward in rewards], default)
 
 
-_Result = tuple[float | None, str, str]
-
-
-def _scores(results: Sequence[_Result], default: float) -> Scores:
-    """Return the scores of rewards, each with the kind of its failure, or "", and a message of it."""
+def scores_of_results(results: Sequence[Result], default: float) -> Scores:
+    """Return the scores of rewards, some of which may have failed."""
     failed = [(kind, message, place) for place, (_, kind, message) in enumerate(results) if kind]
     return Scores(
         rewards=[default if kind else cast(float, reward) for reward, kind, _ in results],
@@ -90,8 +124,23 @@ def _scores(results: Sequence[_Result], default: float) -> Scores:
     )
 
 
-def check_reward(spec: str) -> None:
-    """Check that a reward can be loaded and called. ValueError: it cannot, or does not exist; says why."""
-    reward = find_reward(spec)
-    if reward.pooled:
-        load_in_subprocess(spec, reward.target, "reward", "reward")
+def together(parts: Iterable[tuple[Sequence[int], Scores]]) -> Scores:
+    """Return the scores of a batch from those of its parts, each with the numbers of its answers."""
+    rewards: dict[int, float] = {}
+    failures: Counter[str] = Counter()
+    examples: dict[str, str] = {}
+    for numbers, scores in parts:
+        rewards |= zip(numbers, scores.rewards, strict=True)
+        failures.update(scores.failures)
+        examples = scores.examples | examples
+    return Scores([rewards[number] for number in sorted(rewards)], dict(failures), examples)
+
+
+def by_prompt(queries: Sequence[Query]) -> list[list[int]]:
+    """Return the numbers of the answers to each prompt."""
+    groups: list[list[int]] = []
+    for number, query in enumerate(queries):
+        if number == 0 or query.prompt_number != queries[number - 1].prompt_number:
+            groups.append([])
+        groups[-1].append(number)
+    return groups

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -16,6 +15,7 @@ from hybrid3d.distributed import broadcast_object
 from hybrid3d.run.folder import checkpoint_folder, checkpoint_steps
 from hybrid3d.run.identity import RunIdentity
 from hybrid3d.run.logger import Record
+from hybrid3d.run.progress import Progress
 from hybrid3d.storage.disk import MOUNTS, CheckpointWriteError, file_system_warning, free_bytes, free_inodes
 from hybrid3d.storage.manifest import (
     BrokenCheckpoint,
@@ -62,14 +62,14 @@ class Checkpoints:
         self._keep_last: int | None = None
         self._first_rank = group.rank() == 0
 
-    def resume(self) -> tuple[int, dict[str, Any]]:
+    def resume(self) -> tuple[int, Progress]:
         """Load the last intact checkpoint, if there is one, and rename broken ones.
 
         Returns:
             The policy's version, which is its number of updates, and the progress that was saved with it.
         """
         folder = self._record.folder
-        updates, progress = 0, dict[str, Any]()
+        updates, progress = 0, Progress()
         self._check_file_system()
         if self._first_rank:
             remove_unfinished(folder.checkpoints)
@@ -82,7 +82,7 @@ class Checkpoints:
         self._record.event("start" if loaded is None else "resume", message, step=updates)
         return updates, progress
 
-    def _load_last_intact(self) -> tuple[int, dict[str, Any]] | None:
+    def _load_last_intact(self) -> tuple[int, Progress] | None:
         """Load the last intact checkpoint.
 
         Returns:
@@ -99,7 +99,7 @@ class Checkpoints:
             path = checkpoint_folder(folder, step)
             self._check_identity(path, step)
             try:
-                return step, self._engine.load_checkpoint(self._models, path, self._group)
+                return step, Progress.from_json(self._engine.load_checkpoint(self._models, path, self._group))
             except UnusableCheckpoint:  # not renamed, because the user can fix the cause
                 raise
             except BrokenCheckpoint as error:
@@ -139,7 +139,7 @@ class Checkpoints:
         if warning:
             self._record.event("checkpoint_unidentified", warning, step=step, path=str(path))
 
-    def save_if_due(self, updates: int, progress: Mapping[str, Any], run: Run) -> None:
+    def save_if_due(self, updates: int, progress: Progress, run: Run) -> None:
         """Write a checkpoint if one is due after this many updates, and remove those that `run.keep_last` excludes.
 
         With `run.async_checkpoints` it is written in the background, and finished before the next one begins.
@@ -158,7 +158,7 @@ class Checkpoints:
             with self._recording_failure(path, updates):
                 identity = self._identity.of_step(path, updates) if self._identity is not None else None
                 self._writing = self._engine.begin_checkpoint(
-                    self._models, path, progress, self._group, run.async_checkpoints, identity, self._sharding
+                    self._models, path, progress.as_json(), self._group, run.async_checkpoints, identity, self._sharding
                 )
             self._updates = updates
             if not run.async_checkpoints:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from hybrid3d import distributed
 from hybrid3d.config import Recipe
 from hybrid3d.config.interval import is_due
-from hybrid3d.distributed import broadcast_object, weights_group
+from hybrid3d.distributed import weights_group
 from hybrid3d.generation.evaluation import EvalResult
-from hybrid3d.generation.replicas import EngineReplicas, Replicas, ScoredReplicas
+from hybrid3d.generation.replicas import EngineReplicas
 from hybrid3d.generation.rollouts import make_rollouts
-from hybrid3d.generation.samples import RolloutBatch, Sample
+from hybrid3d.generation.samples import RolloutBatch
 from hybrid3d.inputs.models import read_config, read_data, read_tokenizer
 from hybrid3d.process import new_engine_name
 from hybrid3d.reshard.move.device import device
@@ -23,12 +22,13 @@ from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.run.health import Guard
 from hybrid3d.run.memory import Peaks, meter
 from hybrid3d.run.metrics import StepMetrics
+from hybrid3d.run.progress import Progress
 from hybrid3d.run.timeline import Span
-from hybrid3d.scoring.scorer import Scores
 from hybrid3d.sync import SyncReport, policy_sync
 from hybrid3d.train.trained_model import BucketHook, TrainEngine
 from hybrid3d.trainer.learner import Learner
 from hybrid3d.trainer.models import Models
+from hybrid3d.trainer.scorers import make_scorers
 from hybrid3d.trainer.step_experience import Experience
 from hybrid3d.watch.work_meter import record as work_record
 from hybrid3d.workers.roles import OtherRoles
@@ -90,10 +90,9 @@ class Colocated:
         )
         self.train, self.held_out = read_data(recipe, self.config, self.tokenizer)
         self._replicas = EngineReplicas(recipe, self._engine, self.tokenizer, group)
-        replicas: Replicas = self._replicas
-        if recipe.roles.reward.ranks is not None:
-            replicas = ScoredReplicas(replicas, self._score)
-        self._rollouts = make_rollouts(recipe, replicas, self.train, self.held_out)
+        workers = None if others is None else others.reward_workers
+        scorers = make_scorers(recipe, self._replicas, workers, group)
+        self._rollouts = make_rollouts(recipe, self._replicas, scorers, self.train, self.held_out)
         self.models: Models | None = None
         if guard is not None:
             self._engine.sleep()
@@ -119,10 +118,10 @@ class Colocated:
     def generate_batch(self, version: int, batch: int, recipe: Recipe) -> RolloutBatch:
         return self._rollouts.generate_batch(version, batch, recipe)
 
-    def make_experience(self, samples: Sequence[Sample], step: int, recipe: Recipe) -> Experience:
+    def make_experience(self, batch: RolloutBatch, step: int, recipe: Recipe) -> Experience:
         self._engine.sleep()
         meter.start()  # what vLLM has just freed was memory of the phase before
-        return self._learner.make_experience(samples, step, recipe)
+        return self._learner.make_experience(batch, step, recipe)
 
     def update(self, experience: Experience, step: int, recipe: Recipe) -> StepMetrics:
         metrics = self._learner.update(experience, step, recipe, self._overlap_hook(step + 1, recipe))
@@ -131,12 +130,12 @@ class Colocated:
         return metrics
 
     @property
-    def progress(self) -> dict[str, Any]:
+    def progress(self) -> Progress:
         return self._learner.progress
 
-    def restore(self, progress: Mapping[str, Any], recipe: Recipe) -> None:
+    def restore(self, progress: Progress, recipe: Recipe) -> None:
         self._learner.restore(progress, recipe)
-        self._rollouts.restore(progress)
+        self._rollouts.restore(progress.unfinished)
 
     def other_spans(self, begin: float, end: float) -> Mapping[int, Sequence[Span]]:
         return {} if self._others is None else self._others.spans(begin, end)
@@ -151,15 +150,6 @@ class Colocated:
         self._replicas.close()
         (self.models or self._policy).offload(recipe.train)  # vLLM wakes to shut down
         self._engine.close()
-
-    def _score(self, samples: Sequence[Sample], by_model: bool) -> Scores:
-        """Return the rewards of samples, which the first rank asks for."""
-        found = None
-        if self._others is not None:
-            assert self._others.reward_workers is not None, "only called where there are some"
-            found = self._others.reward_workers.score(samples, by_model)
-        scores: Scores = broadcast_object(found, self._group)
-        return scores
 
     def _overlap_hook(self, version: int, recipe: Recipe) -> BucketHook | None:
         """Return a hook that syncs each optimizer bucket of the last update; None if syncs do not overlap it."""

@@ -26,10 +26,11 @@ from hybrid3d.run.health import Guard
 from hybrid3d.run.live_settings import LiveSettings
 from hybrid3d.run.logger import Record
 from hybrid3d.run.metrics import PhaseTimer, StepMetrics
+from hybrid3d.run.progress import Progress
+from hybrid3d.train.dp_split import shares_of
 from hybrid3d.train.trained_model import PolicyModel, StepReport
 from hybrid3d.trainer.activity import gather_activity
 from hybrid3d.trainer.checkpoints import Checkpoints
-from hybrid3d.trainer.dp_split import shares_of
 from hybrid3d.trainer.models import BaseOfPolicy
 from hybrid3d.watch.work_meter import record as work_record
 
@@ -87,9 +88,9 @@ def train_on_data(
     work_record.trains(live.recipe, group.rank())
     with checkpoints:
         step, progress = checkpoints.resume()
-        live.restore(progress)
-        if progress:
-            guard.restore(progress["guard"])
+        live.restore(progress.control)
+        if progress.guard:
+            guard.restore(progress.guard)
         while step < (recipe := live.settings_for_step(step)).run.steps:
             work_record.begin_step(step)
             timer, row = PhaseTimer(), dict[str, float](step=step)
@@ -109,7 +110,7 @@ def train_on_data(
             record.memory(step, activity.peaks)
             guard.check_bounds(row, activity.peak_gb, recipe)
             step += 1
-            checkpoints.save_if_due(step, {"guard": guard.progress} | live.progress, recipe.run)
+            checkpoints.save_if_due(step, Progress(guard=guard.progress, control=live.control), recipe.run)
         if updates.evaluates:
             with PhaseTimer()("eval"):
                 metrics = updates.evaluate(recipe).reduce(group)

@@ -18,7 +18,17 @@ from hybrid3d.config import Recipe, sequences_multiple
 from hybrid3d.config.algorithms import TOKEN_ADVANTAGES
 from hybrid3d.distributed import gather_objects
 from hybrid3d.generation.exchange import deliver_choices
-from hybrid3d.generation.samples import NO_ANSWER, Sample, answer_numbers, filled_up
+from hybrid3d.generation.samples import (
+    NO_ANSWER,
+    RolloutBatch,
+    Sample,
+    answer_numbers,
+    answers_of,
+    filled_up,
+    queries_of,
+    with_baselines,
+    with_rewards,
+)
 from hybrid3d.reshard.move.device import device
 from hybrid3d.rl.advantages import Answers, Moments, answer_advantages, gae, returns_to_go, token_rewards, whitened
 from hybrid3d.rl.batch import Batch
@@ -26,8 +36,10 @@ from hybrid3d.rl.correction import OffPolicy, covariances, high_covariance, high
 from hybrid3d.rl.kl import token_kl
 from hybrid3d.run.health import Guard
 from hybrid3d.run.metrics import StepMetrics
-from hybrid3d.scoring.functions import LARGEST_REWARD, overlong_penalty, unusable
-from hybrid3d.trainer.dp_split import Shares, shares_of, spread_over
+from hybrid3d.scoring.functions import LARGEST_REWARD, overlong_penalty
+from hybrid3d.scoring.scorer import Given
+from hybrid3d.train.dp_split import Shares, shares_of, spread_over
+from hybrid3d.train.model_scorer import ModelScorer
 from hybrid3d.trainer.models import Models
 from hybrid3d.trainer.old_logprobs import come_from_update, measure_mismatch, off_policy, weights_of
 from hybrid3d.trainer.router_replay import expert_metrics, replaying_updates, with_expert_choices
@@ -53,13 +65,14 @@ class ExperienceMaker:
     _shares: Shares = field(default_factory=list, init=False)  # the rows of each data-parallel rank in this step
     _replicas: dict[int, list[int]] = field(default_factory=dict, init=False)  # the ranks of each data-parallel rank
 
-    def make(self, samples: Sequence[Sample], step: int, recipe: Recipe, kl_coef: float) -> Experience:
+    def make(self, generated: RolloutBatch, step: int, recipe: Recipe, kl_coef: float) -> Experience:
         """Compute what an update needs of this rank's share of a step's samples.
 
         Raises:
             EngineMismatch: at the first step, training and vLLM do not compute the same model.
         """
         policy, metrics = self.models.policy, StepMetrics()
+        samples = self._scored(generated, recipe)
         rows = filled_up(samples, sequences_multiple(recipe))
         answers, masks_truncated = answer_numbers(rows), recipe.algorithm.mask_truncated
         trained = [
@@ -69,10 +82,9 @@ class ExperienceMaker:
         shares = self._shares = self._divide(rows, len(samples), recipe)
         rows = self._with_choices(rows, shares, recipe)
         local = [rows[i] for i in shares[policy.data_parallel_rank]]
-        sequences, prompts = [s.prompt_ids + s.tokens for s in local], [len(s.prompt_ids) for s in local]
+        sequences, prompts = [s.sequence for s in local], [len(s.prompt_ids) for s in local]
         batch = Batch.from_sequences(sequences, prompts, loss_mask=[s.loss_mask for s in local], pad_id=self.pad_id)
         local_trained = torch.tensor([trained[i] for i in shares[policy.data_parallel_rank]])
-        samples = self._with_model_scores(samples, batch, recipe)
         batch = with_expert_choices(batch, local, policy, recipe)
         compares = self.guard.must_compare_engines(recipe) and all(s.weight_version == step for s in samples)
         old_from_update = come_from_update(step, recipe)
@@ -136,20 +148,29 @@ class ExperienceMaker:
         scores = self.models.policy.logprobs_and_entropies(batch, recipe)
         return scores if scores is not None else (None, None)
 
-    def _with_model_scores(self, samples: Sequence[Sample], batch: Batch, recipe: Recipe) -> list[Sample]:
-        """Return the samples with the reward model's scores as rewards, where there is one."""
+    def _scored(self, generated: RolloutBatch, recipe: Recipe) -> list[Sample]:
+        """Return the samples with rewards, those of the reward model if it shares the memory of the trained ones."""
         if self.models.reward_model is None:
-            return list(samples)
-        found = self.models.reward_model.scores(batch, recipe)
-        scores = self._gather_rows(None if found is None else found.tolist())
-        for sample, score in zip(samples, scores, strict=True):
-            if unusable(score):
-                raise UnusableScore(
-                    f"reward.model={recipe.reward.model} gives an answer to row {sample.row} of data.train a reward of "
-                    f"{score:g}: a reward is a number of at most {LARGEST_REWARD:g} in magnitude. Check the checkpoint "
-                    "of the reward model, or try model.dtype=float32"
-                )
-        return [replace(sample, reward=score) for sample, score in zip(samples, scores, strict=True)]
+            return generated.samples
+        answers, size = answers_of(generated.samples), recipe.algorithm.samples_per_prompt
+        greedy = answers_of(generated.greedy)
+        if greedy:
+            of_prompts = [answers[start : start + size] for start in range(0, len(answers), size)]
+            answers = [answer for some, last in zip(of_prompts, greedy, strict=True) for answer in (*some, last)]
+            size += 1
+        scorer = Given(ModelScorer(self.models.reward_model, recipe, self.pad_id, self.group))
+        scores = scorer.score(queries_of(answers, size))
+        if scores.failures:
+            told = ", ".join(
+                f"{count} of them {kind} ({scores.examples[kind]})" for kind, count in scores.failures.items()
+            )
+            raise UnusableScore(
+                f"reward.model={recipe.reward.model} gives answers to data.train scores that are no rewards: {told}: a "
+                f"reward is a number of at most {LARGEST_REWARD:g} in magnitude. Check the checkpoint of the reward "
+                "model, or try model.dtype=float32"
+            )
+        scored = with_rewards(answers, scores.rewards)
+        return [sample for answer in (with_baselines(scored, size) if greedy else scored) for sample in answer]
 
     def _with_advantages(self, experience: Experience, step: int, recipe: Recipe) -> Experience:
         """Return experience with advantages, with returns where there is a critic, and with the KL to the reference."""

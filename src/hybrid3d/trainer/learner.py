@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch.distributed as dist
 
 from hybrid3d.config import Recipe
-from hybrid3d.generation.samples import Sample
+from hybrid3d.generation.samples import RolloutBatch
 from hybrid3d.rl.kl import KlController
 from hybrid3d.rl.losses import answer_weights
 from hybrid3d.rl.objective import KlSettings, PolicyObjective, ValueObjective
 from hybrid3d.rl.policy_losses import LossSettings
 from hybrid3d.run.health import Guard
 from hybrid3d.run.metrics import StepMetrics
+from hybrid3d.run.progress import Progress
 from hybrid3d.train.trained_model import BucketHook, StepReport
 from hybrid3d.trainer.experience import ExperienceMaker
 from hybrid3d.trainer.models import Models
@@ -69,22 +68,22 @@ class Learner:
         self._kl = KlController(kl.coef, kl.target, kl.horizon)
 
     @property
-    def progress(self) -> dict[str, Any]:
-        """The state besides models that a checkpoint saves, as JSON."""
-        return {"kl": self._kl.state, "guard": self._guard.progress}
+    def progress(self) -> Progress:
+        """The state besides models that a checkpoint saves, as far as it is the learner's."""
+        return Progress(kl=self._kl.state, guard=self._guard.progress)
 
-    def restore(self, progress: Mapping[str, Any], recipe: Recipe) -> None:
+    def restore(self, progress: Progress, recipe: Recipe) -> None:
         """Restore the state from a checkpoint's progress; `recipe` has the settings with which it was saved."""
-        self._kl.restore(progress["kl"], recipe.algorithm.kl.coef, recipe.algorithm.kl.target)
-        self._guard.restore(progress["guard"])
+        self._kl.restore(progress.kl, recipe.algorithm.kl.coef, recipe.algorithm.kl.target)
+        self._guard.restore(progress.guard)
 
-    def make_experience(self, samples: Sequence[Sample], step: int, recipe: Recipe) -> Experience:
+    def make_experience(self, batch: RolloutBatch, step: int, recipe: Recipe) -> Experience:
         """Compute log-probabilities, values, advantages and corrections of this rank's share of a step's samples.
 
         Raises:
             EngineMismatch: at the first step, training and vLLM do not compute the same model.
         """
-        return self._experience.make(samples, step, recipe, self._kl.coef_under(recipe.algorithm.kl.coef))
+        return self._experience.make(batch, step, recipe, self._kl.coef_under(recipe.algorithm.kl.coef))
 
     def update(
         self, experience: Experience, step: int, recipe: Recipe, bucket_hook: BucketHook | None = None

@@ -10,9 +10,10 @@ from typing import Any, Protocol
 
 from hybrid3d.config import Recipe
 from hybrid3d.generation.evaluation import EvalResult
-from hybrid3d.generation.samples import RolloutBatch, Sample
+from hybrid3d.generation.samples import RolloutBatch
 from hybrid3d.run.memory import Peaks
 from hybrid3d.run.metrics import StepMetrics
+from hybrid3d.run.progress import Progress
 from hybrid3d.run.timeline import Span
 from hybrid3d.trainer.step_experience import Experience
 
@@ -63,11 +64,11 @@ class Generator(Protocol):
 class Trainer(Protocol):
     """Updates the models with samples. The calls of step `v`, in this order, while the policy has version `v`:
 
-    1. `make_experience(samples, v)`;
+    1. `make_experience(batch, v)`;
     2. `update(experience, v)`, except at a run's last step. Afterwards the policy has version `v + 1`.
     """
 
-    def make_experience(self, samples: Sequence[Sample], step: int, recipe: Recipe) -> Experience:
+    def make_experience(self, batch: RolloutBatch, step: int, recipe: Recipe) -> Experience:
         """Compute the experience of a step: log-probabilities, values, advantages."""
         ...
 
@@ -76,11 +77,11 @@ class Trainer(Protocol):
         ...
 
     @property
-    def progress(self) -> dict[str, Any]:
-        """The state besides models that a checkpoint saves, as JSON."""
+    def progress(self) -> Progress:
+        """The state besides models that a checkpoint saves, as far as it is the learner's."""
         ...
 
-    def restore(self, progress: Mapping[str, Any], recipe: Recipe) -> None:
+    def restore(self, progress: Progress, recipe: Recipe) -> None:
         """Continue from a checkpoint's progress."""
         ...
 

@@ -15,14 +15,15 @@ from hybrid3d.config import Recipe
 from hybrid3d.config.interval import is_due
 from hybrid3d.distributed import all_reduce_min, broadcast_object
 from hybrid3d.generation.evaluation import EvalResult
-from hybrid3d.generation.replicas import NoReplicas, ScoredReplicas
+from hybrid3d.generation.replicas import NoReplicas
 from hybrid3d.generation.rollouts import make_rollouts
-from hybrid3d.generation.samples import RolloutBatch, Sample, held_samples
+from hybrid3d.generation.samples import RolloutBatch, held_samples
 from hybrid3d.inputs.models import read_config, read_data, read_tokenizer
 from hybrid3d.run.health import Guard
 from hybrid3d.run.logger import Record
 from hybrid3d.run.memory import Peaks
 from hybrid3d.run.metrics import StepMetrics, Stopwatch
+from hybrid3d.run.progress import Progress
 from hybrid3d.run.timeline import Span
 from hybrid3d.scoring.code import sandbox
 from hybrid3d.sync import Sync, SyncReport, policy_sync
@@ -31,6 +32,7 @@ from hybrid3d.train.trained_model import BucketHook, TrainEngine
 from hybrid3d.trainer.ahead import GenerationAhead
 from hybrid3d.trainer.learner import Learner
 from hybrid3d.trainer.models import Models
+from hybrid3d.trainer.scorers import make_scorers
 from hybrid3d.trainer.step_experience import Experience
 from hybrid3d.watch.work_meter import record as work_record
 from hybrid3d.workers.engines import Engines
@@ -100,9 +102,8 @@ class TrainingRank:
         config, tokenizer = read_config(recipe.model.path), read_tokenizer(recipe)
         self.train, self.held_out = read_data(recipe, config, tokenizer)
         if self._others is not None and self._engines is not None:
-            workers = self._others.reward_workers
-            replicas = self._engines if workers is None else ScoredReplicas(self._engines, workers.score)
-            self._rollouts = make_rollouts(recipe, replicas, self.train, self.held_out)
+            scorers = make_scorers(recipe, self._engines, self._others.reward_workers, None)
+            self._rollouts = make_rollouts(recipe, self._engines, scorers, self.train, self.held_out)
             self._ahead = GenerationAhead(self._rollouts)
         self._record = record
         self._policy = training.policy(config, recipe, group.rank(), trainable=guard is not None)
@@ -200,9 +201,9 @@ class TrainingRank:
         found = self._generate(version, recipe, generate)
         return own[0] if own else found
 
-    def make_experience(self, samples: Sequence[Sample], step: int, recipe: Recipe) -> Experience:
+    def make_experience(self, batch: RolloutBatch, step: int, recipe: Recipe) -> Experience:
         with self._busy:
-            return self._learner.make_experience(samples, step, recipe)
+            return self._learner.make_experience(batch, step, recipe)
 
     def update(self, experience: Experience, step: int, recipe: Recipe) -> StepMetrics:
         hook = self._overlap_hook(step + 1, recipe)
@@ -240,13 +241,13 @@ class TrainingRank:
         return hook
 
     @property
-    def progress(self) -> dict[str, Any]:
+    def progress(self) -> Progress:
         return self._learner.progress
 
-    def restore(self, progress: Mapping[str, Any], recipe: Recipe) -> None:
+    def restore(self, progress: Progress, recipe: Recipe) -> None:
         self._learner.restore(progress, recipe)
         if self._engines is not None:
-            self._rollouts.restore(progress)
+            self._rollouts.restore(progress.unfinished)
 
     def other_spans(self, begin: float, end: float) -> Mapping[int, Sequence[Span]]:
         return {} if self._others is None else self._others.spans(begin, end)

@@ -25,6 +25,7 @@ from hybrid3d.run.folder import checkpoint_folder, recorded_folder
 from hybrid3d.run.health import MAX_EXPLAINED_MISMATCH, Guard
 from hybrid3d.run.live_settings import override_settings
 from hybrid3d.run.logger import Record
+from hybrid3d.run.progress import Progress
 from hybrid3d.train.trained_model import TrainEngine
 from hybrid3d.trainer.learner import Learner
 from hybrid3d.trainer.models import Models
@@ -106,8 +107,9 @@ def replay(
     models = Models.of(training, recipe, policy, group)
     learner = Learner(recipe, models, Guard(record), read_tokenizer(recipe).pad_token_id, group)
     if start:
-        progress = training.load_checkpoint(models.trained, checkpoint_folder(record.folder, start), group)
-        changed = progress["control"]["settings"]  # of these, the learner's state depends on those of the KL only
+        saved = training.load_checkpoint(models.trained, checkpoint_folder(record.folder, start), group)
+        progress = Progress.from_json(saved)
+        changed = progress.control["settings"]  # of these, the learner's state depends on those of the KL only
         settings = {key: value for key, value in changed.items() if key.startswith("algorithm.kl.")}
         learner.restore(progress, override_settings(recipe, settings))
     report = None
@@ -128,12 +130,12 @@ def _replay_step(
     learner: Learner, models: Models, recorded: StepRecord, recipe: Recipe, group: dist.ProcessGroup
 ) -> StepRecord | None:
     """Do a recorded step again; return its record on the first rank, with the recorded settings but for `train`."""
-    experience = learner.make_experience(recorded.samples, recorded.step, recipe)
+    experience = learner.make_experience(recorded.generated, recorded.step, recipe)
     capture = StepCapture(models.trained, learner.progress, models.policy.is_reporting_rank, group)
     metrics = experience.metrics
     metrics.update(learner.update(experience, recorded.step, recipe))
     settings = replace(recorded.settings, train=recipe.train)
-    return capture.finish(recorded.step, settings, recorded.samples, experience, metrics.reduce(group))
+    return capture.finish(recorded.step, settings, recorded.generated, experience, metrics.reduce(group))
 
 
 def _summation(recipe: Recipe) -> Any:

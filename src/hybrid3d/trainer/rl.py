@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch.distributed as dist
 
 from hybrid3d.run.health import Guard
@@ -30,9 +32,9 @@ def train_rl(
     """
     with checkpoints:
         step, progress = checkpoints.resume()
-        live.restore(progress)
-        batch = progress["batch"] if progress else 0
-        if progress:
+        live.restore(progress.control)
+        batch = progress.batch
+        if step:
             roles.restore(progress, live.recipe)
         while step <= live.recipe.run.steps:
             recipe = live.settings_for_step(step)
@@ -57,7 +59,7 @@ def train_rl(
             batch += generated.batches
             record.scoring_failures(generated, step)
             with timer("train"):
-                experience = roles.make_experience(generated.samples, step, recipe)
+                experience = roles.make_experience(generated, step, recipe)
             recorder.begin(step, recipe, roles.progress, timer)
             with timer("train"):
                 metrics = experience.metrics
@@ -67,7 +69,7 @@ def train_rl(
             samples = experience.samples
             with timer("wait"):  # for the slowest rank
                 row |= generated.metrics(samples, rollout, step) | metrics.reduce(group)
-            recorder.finish(step, recipe, generated.samples, experience, row, timer)
+            recorder.finish(step, recipe, generated, experience, row, timer)
             row |= timer.row(sum(len(s.prompt_ids) + len(s.tokens) for s in samples))
             record.step(row, recipe.run.steps, samples)
             activity = gather_activity(timer, group, roles)
@@ -76,7 +78,8 @@ def train_rl(
                 record.timeline(step, recipe.role_ranks, activity.spans, activity.peaks)
             guard.check_bounds(row, activity.peak_gb, recipe)
             step += 1
-            drawn = {"batch": batch, "unfinished": generated.unfinished or []}
-            checkpoints.save_if_due(step, drawn | roles.progress | live.progress, recipe.run)
+            unfinished = tuple(generated.unfinished or ())
+            progress = replace(roles.progress, batch=batch, unfinished=unfinished, control=live.control)
+            checkpoints.save_if_due(step, progress, recipe.run)
     record.draw_timeline()
     roles.close(live.recipe)

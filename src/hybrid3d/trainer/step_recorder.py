@@ -15,13 +15,14 @@ from hybrid3d.config import Recipe
 from hybrid3d.config.interval import is_due
 from hybrid3d.distributed import gather_to_first
 from hybrid3d.generation.exchange import deliver_choices
-from hybrid3d.generation.samples import Sample
+from hybrid3d.generation.samples import RolloutBatch
 from hybrid3d.replay.fingerprint import LocalFingerprints, fingerprint_pieces, whole_fingerprints
 from hybrid3d.replay.step_record import PARTIAL, Array, StepRecord, WeightRecord, metrics_of_training, write_step
 from hybrid3d.reshard.move.device import device
 from hybrid3d.run.folder import RunFolder, recorded_folder
 from hybrid3d.run.identity import RunIdentity
 from hybrid3d.run.metrics import PhaseTimer
+from hybrid3d.run.progress import Progress
 from hybrid3d.train.trained_model import TrainedModels
 from hybrid3d.train.writing import together
 from hybrid3d.trainer.step_experience import Experience
@@ -43,16 +44,14 @@ class StepCapture:
     2. `finish`, after `update`.
     """
 
-    def __init__(
-        self, models: TrainedModels, progress: Mapping[str, Any], is_reporting: bool, group: dist.ProcessGroup
-    ):
+    def __init__(self, models: TrainedModels, progress: Progress, is_reporting: bool, group: dist.ProcessGroup):
         """
         Args:
             models: the models that are trained, by name.
             progress: the state besides models before the step, as a checkpoint saves it.
             is_reporting: whether this rank's values of tokens count, one rank of each data-parallel replica.
         """
-        self._models, self._progress, self._group = models, dict(progress), group
+        self._models, self._progress, self._group = models, progress.learner, group
         self._is_reporting = is_reporting
         self._before = _fingerprints(models)
 
@@ -60,18 +59,18 @@ class StepCapture:
         self,
         step: int,
         recipe: Recipe,
-        samples: Sequence[Sample],
+        generated: RolloutBatch,
         experience: Experience,
         metrics: Mapping[str, float],
     ) -> StepRecord | None:
         """Return the record on the first rank, None on the others.
 
         Args:
-            samples: as they were generated.
+            generated: as it was before it was scored in the experience.
             metrics: of the step, reduced over ranks.
         """
-        everything = [(range(len(samples)), [0])]
-        samples = deliver_choices(samples, everything, self._group, recipe.machine.gpus_per_node)
+        everything = [(range(len(generated.samples)), [0])]
+        samples = deliver_choices(generated.samples, everything, self._group, recipe.machine.gpus_per_node)
         ends = gather_to_first((self._before, _fingerprints(self._models)), self._group)
         values = gather_to_first(_token_values(experience) if self._is_reporting else None, self._group)
         if ends is None or values is None:
@@ -88,6 +87,7 @@ class StepCapture:
             token_values=token_values,
             metrics=metrics_of_training(metrics),
             weights={model: _weight_record([(b[model], a[model]) for b, a in ends]) for model in self._models},
+            greedy=generated.greedy,
         )
 
 
@@ -107,7 +107,7 @@ class StepRecorder:
         self._models, self._is_reporting, self._folder, self._group = models, is_reporting, folder, group
         self._capture: StepCapture | None = None
 
-    def begin(self, step: int, recipe: Recipe, progress: Mapping[str, Any], timer: PhaseTimer) -> None:
+    def begin(self, step: int, recipe: Recipe, progress: Progress, timer: PhaseTimer) -> None:
         """Capture the state before the models are updated, if the step is to be recorded."""
         self._capture = None
         if step < recipe.run.steps and is_due(recipe.run.record, step):
@@ -118,7 +118,7 @@ class StepRecorder:
         self,
         step: int,
         recipe: Recipe,
-        samples: Sequence[Sample],
+        generated: RolloutBatch,
         experience: Experience,
         metrics: Mapping[str, float],
         timer: PhaseTimer,
@@ -131,7 +131,7 @@ class StepRecorder:
         if self._capture is None:
             return
         with timer("record"):
-            record = self._capture.finish(step, recipe, samples, experience, metrics)
+            record = self._capture.finish(step, recipe, generated, experience, metrics)
             folder = recorded_folder(self._folder, step)
             identity = self._identity.of_step(folder, step) if self._identity is not None else None
             write = partial(write_step, folder, record, identity) if record is not None else lambda: None

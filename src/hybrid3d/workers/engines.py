@@ -15,6 +15,7 @@ from hybrid3d.generation.partial_rollout import Prompt
 from hybrid3d.generation.replicas import Advanced, Answers, Work
 from hybrid3d.run.logger import Record
 from hybrid3d.run.metrics import StepMetrics
+from hybrid3d.scoring.scorer import Query, Scores
 from hybrid3d.sync.elastic import Members, tell_lost
 from hybrid3d.workers.channel import Call, Connection, Disconnected, Leave
 from hybrid3d.workers.role_client import WorkerGroup, WorkerGroups
@@ -143,10 +144,8 @@ class Engines(WorkerGroups):
         self._refresh()
         return [engine for engine in self._taking_part if engine.ready]
 
-    def answer(
-        self, shares: Mapping[int, Sequence[Work]], version: int, sampling: Sampling, scored: bool
-    ) -> Mapping[int, Answers]:
-        arguments = {"version": version, "sampling": sampling, "scored": scored}
+    def answer(self, shares: Mapping[int, Sequence[Work]], version: int, sampling: Sampling) -> Mapping[int, Answers]:
+        arguments = {"version": version, "sampling": sampling}
         found: Mapping[int, Answers] = self._ask("answer", {"shares": shares}, arguments)
         return found
 
@@ -156,11 +155,14 @@ class Engines(WorkerGroups):
         wanted: Mapping[int, int] | None,
         version: int,
         sampling: Sampling,
-        scored: bool,
         stop: Callable[[], bool] | None = None,
     ) -> Mapping[int, Advanced]:
-        arguments = {"version": version, "sampling": sampling, "scored": scored}
+        arguments = {"version": version, "sampling": sampling}
         found: Mapping[int, Advanced] = self._ask("advance", {"prompts": prompts, "wanted": wanted}, arguments, stop)
+        return found
+
+    def score(self, shares: Mapping[int, Sequence[Query]]) -> Mapping[int, Scores]:
+        found: Mapping[int, Scores] = self._ask("score", {"shares": shares}, {})
         return found
 
     def _ask(

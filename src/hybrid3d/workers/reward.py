@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -15,20 +15,17 @@ from torch.distributed.distributed_c10d import Store
 
 from hybrid3d import distributed
 from hybrid3d.config import Recipe
-from hybrid3d.distributed import gather_objects
-from hybrid3d.generation.samples import Sample
 from hybrid3d.inputs.models import read_config, read_tokenizer
 from hybrid3d.process import new_engine_name, set_shared_memory_prefix
-from hybrid3d.rl.batch import Batch
 from hybrid3d.run.memory import meter
-from hybrid3d.scoring.scorer import Scorer, Scores, scores_of
+from hybrid3d.scoring.function_scorer import FunctionScorer
+from hybrid3d.scoring.scorer import Query, Scorer, Scores, by_prompt, together
 from hybrid3d.watch.heartbeat import enter_phase
 from hybrid3d.workers.channel import Call, Connection, Reply
 
 if TYPE_CHECKING:
-    from hybrid3d.train.megatron.value_model import ValueModel
+    from hybrid3d.train.model_scorer import ModelScorer
 import itertools
-from collections import Counter
 
 from hybrid3d.run.logger import Record
 from hybrid3d.scoring.code import sandbox
@@ -55,12 +52,12 @@ class RewardRank:
         self.start, self.ready = start, False
         self._leads = distributed.rank() == ranks.start
         set_shared_memory_prefix(new_engine_name(distributed.run_id(), ranks.start, start))
-        self._default = reward.default
-        self._scorer = Scorer(reward.name, reward.workers, reward.timeout_seconds, reward.default)
-        self._model: ScoringModel | None = None
+        self._function = FunctionScorer(reward.name, reward.workers, reward.timeout_seconds, reward.default)
+        self._scorers: dict[str, Scorer] = {"function": self._function}
+        self._has_model = reward.model is not None
         if reward.model is not None:
             group = distributed.start_among(ranks, f"reward/{ranks.start}/{start}", store)
-            self._model = ScoringModel(recipe, reward.model, read_tokenizer(recipe).pad_token_id, group)
+            self._scorers["model"] = load_model_scorer(recipe, reward.model, read_tokenizer(recipe).pad_token_id, group)
 
     def begin(self, connection: Connection) -> None:
         """Nothing is kept from one call to the next."""
@@ -69,7 +66,7 @@ class RewardRank:
         """No rank that trains takes part in what this one does."""
 
     def call(self, call: Call) -> Reply:
-        """Return the `Scores` of samples; on ranks that do not lead their group, None."""
+        """Return the `Scores` of answers; on ranks that do not lead their group, None."""
         assert call.method == "score", call.method
         enter_phase("reward")
         begin = time.time()
@@ -78,51 +75,30 @@ class RewardRank:
         self.ready = True
         return Reply(scores if self._leads else None, [("reward", begin, time.time())], meter.stop())
 
-    def _score(self, samples: Sequence[Sample], by_model: bool) -> Scores:
-        if by_model:
-            assert self._model is not None, "only asked for where there is one"
-            found = scores_of(self._model.score(samples), self._default)
-        else:
-            found = self._scorer.score([(s.answer, s.reference, s.prompt) for s in samples] if self._leads else [])
-        return found.naming([sample.row for sample in samples])
+    def _score(self, queries: Sequence[Query], scorer: str) -> Scores:
+        asks = self._leads or scorer == "model"  # all ranks have shards of it
+        return self._scorers[scorer].score(queries if asks else ())
 
     def close(self) -> None:
         """End the processes that compute rewards, and destroy the group."""
-        self._scorer.close()
-        if self._model is not None:
+        self._function.close()
+        if self._has_model:
             dist.destroy_process_group()
 
 
-class ScoringModel:
-    """The reward model, over the ranks of a group. All of them call it together."""
+def load_model_scorer(recipe: Recipe, path: str, pad_id: int, group: dist.ProcessGroup) -> ModelScorer:
+    """Load the reward model over the ranks of a group, all of which call this together.
 
-    def __init__(self, recipe: Recipe, path: str, pad_id: int, group: dist.ProcessGroup):
-        """
-        Args:
-            path: the checkpoint of the model.
-        """
-        from hybrid3d.train.megatron import runtime
-        from hybrid3d.train.megatron.value_model import ValueModel
+    Args:
+        path: the checkpoint of the model.
+    """
+    from hybrid3d.train.megatron import runtime
+    from hybrid3d.train.megatron.value_model import ValueModel
+    from hybrid3d.train.model_scorer import ModelScorer
 
-        self._recipe = replace(recipe, train=recipe.reward_layout)
-        runtime.initialize(self._recipe.train, recipe.run.seed)
-        self._model: ValueModel = ValueModel(read_config(path), self._recipe, group.rank(), path=path)
-        self._pad_id, self._group = pad_id, group
-
-    def score(self, samples: Sequence[Sample]) -> list[float]:
-        """Return the score of each sample, on every rank."""
-        if not samples:
-            return []
-        train = self._recipe.train
-        multiple = 1 if train.max_tokens_per_micro_batch is not None else train.micro_batch_size
-        rows = [*samples, *[samples[-1]] * (-len(samples) % multiple)]  # whole micro batches
-        sequences, prompts = [s.prompt_ids + s.tokens for s in rows], [len(s.prompt_ids) for s in rows]
-        batch = Batch.from_sequences(sequences, prompts, loss_mask=[s.loss_mask for s in rows], pad_id=self._pad_id)
-        scores = self._model.scores(batch, self._recipe)
-        reported = None if scores is None or not self._model.is_reporting_rank else scores.tolist()
-        found = gather_objects(reported, self._group)
-        (values,) = filter(None, found)
-        return list(values[: len(samples)])
+    recipe = replace(recipe, train=recipe.reward_layout)
+    runtime.initialize(recipe.train, recipe.run.seed)
+    return ModelScorer(ValueModel(read_config(path), recipe, group.rank(), path=path), recipe, pad_id, group)
 
 
 class RewardWorkers(WorkerGroups):
@@ -132,41 +108,36 @@ class RewardWorkers(WorkerGroups):
 
     def __init__(self, recipe: Recipe, store: Store, record: Record):
         super().__init__(recipe, store, record, "reward")
-        reward, self._per_prompt = recipe.reward, recipe.algorithm.samples_per_prompt
+        reward = recipe.reward
         self._runs_code = reward.name == "code"
-        # How many samples a rank can score within the time limit of a batch, however long each of them takes
-        rounds = max(1, int(BATCH_SECONDS // (reward.timeout_seconds + GRACE_SECONDS)))
-        self._most = max(1, rounds * reward.workers // self._per_prompt) * self._per_prompt
+        # How many answers a rank can score within the time limit of a batch, however long each of them takes
+        self._most = max(1, int(BATCH_SECONDS // (reward.timeout_seconds + GRACE_SECONDS))) * reward.workers
         self._asked: list[WorkerGroup] = []  # in the last call
 
-    def score(self, samples: Sequence[Sample], by_model: bool) -> Scores:
-        """Return the rewards of samples, after waiting for ranks that can compute them.
+    def score(self, queries: Sequence[Query], scorer: str) -> Scores:
+        """Return the rewards of answers, after waiting for ranks that can compute them.
 
         Args:
-            by_model: use the reward model; otherwise the function.
+            scorer: `model`, the reward model, or `function`.
         """
-        rewards: dict[int, float] = {}
-        failures: Counter[str] = Counter()
-        examples: dict[str, str] = {}
-        while remaining := [i for i in range(len(samples)) if i not in rewards]:
-            groups = self._wait_for_groups()
-            most = len(remaining) if by_model else self._most * len(groups)
-            shares = dict(zip(groups, self._divide(remaining[:most], len(groups)), strict=True))
-            calls = {
-                group: Call("score", {"samples": [samples[i] for i in share], "by_model": by_model})
-                for group, share in shares.items()
-            }
-            for group, (scores, *_) in self._receive(self._send(calls)).items():
-                rewards |= zip(shares[group], scores.rewards, strict=True)
-                failures.update(scores.failures)
-                examples = scores.examples | examples
-        return Scores([rewards[i] for i in range(len(samples))], dict(failures), examples)
+        return together(self._parts(queries, scorer))
 
-    def _divide(self, items: Sequence[int], groups: int) -> list[Sequence[int]]:
-        """Divide items between groups: the answers to a prompt stay together, as a batched reward may compare them."""
-        prompts = -(-len(items) // self._per_prompt)
-        bounds = [prompts * i // groups * self._per_prompt for i in range(groups + 1)]
-        return [items[begin:end] for begin, end in itertools.pairwise(bounds)]
+    def _parts(self, queries: Sequence[Query], scorer: str) -> Iterator[tuple[list[int], Scores]]:
+        remaining = by_prompt(queries)
+        while remaining:
+            groups = self._wait_for_groups()
+            asked = remaining if scorer == "model" else _first(remaining, self._most * len(groups))
+            bounds = [len(asked) * i // len(groups) for i in range(len(groups) + 1)]
+            shares = {group: asked[bounds[i] : bounds[i + 1]] for i, group in enumerate(groups)}
+            numbers = {group: [i for prompt in share for i in prompt] for group, share in shares.items()}
+            calls = {
+                group: Call("score", {"queries": [_sent(queries[i], scorer) for i in share], "scorer": scorer})
+                for group, share in numbers.items()
+            }
+            found = self._receive(self._send(calls))
+            yield from ((numbers[group], scores) for group, (scores, *_) in found.items())
+            lost = [prompt for group, share in shares.items() if group not in found for prompt in share]
+            remaining = sorted([*lost, *remaining[len(asked) :]])
 
     def _wait_for_groups(self) -> list[WorkerGroup]:
         """Return the groups that are ready, after waiting for one; the first time, for all of them."""
@@ -188,3 +159,25 @@ class RewardWorkers(WorkerGroups):
             f"at most roles.reward.max_restarts times{group.lost_while}"
         )
         self._record.event("reward_worker_lost", message, ranks=group.ranks, time=moment, phase=group.lost_in)
+
+
+@dataclass(frozen=True)
+class WorkerScorer:
+    """Implements `Scorer` by ranks that only compute rewards: with their `model`, or with the `function`."""
+
+    workers: RewardWorkers
+    name: str
+
+    def score(self, queries: Sequence[Query]) -> Scores:
+        """Return the rewards of answers, in order, after waiting for ranks that can compute them."""
+        return self.workers.score(queries, self.name)
+
+
+def _first(prompts: list[list[int]], most: int) -> list[list[int]]:
+    """Return the first prompts that have at most so many answers, at least one."""
+    answers = itertools.accumulate(map(len, prompts))
+    return prompts[: max(1, sum(count <= most for count in answers))]
+
+
+def _sent(query: Query, scorer: str) -> Query:
+    return query if scorer == "model" else query.text

@@ -372,24 +372,28 @@ class SessionPool:
             logger.warning("%d sessions wait for agents", len(self._free))
 
 
-def samples_of(session: Session, tokenizer: Any) -> list[Sample]:
-    """Return a sample for each branch of a session that has ended, without rewards.
+def samples_of(session: Session, tokenizer: Any, default: float) -> list[Sample]:
+    """Return a sample for each branch of a session that has ended, with the reward if its agent has given one.
 
     A session without a call has one that training learns nothing from.
+
+    Args:
+        default: the reward of a session that has failed.
     """
-    example, branches = session.example, session.history.branches
-    if not branches:
+    example, history = session.example, session.history
+    reward = default if session.failure else session.reward
+    if not history.branches:
         nothing = AnswerTokens(tokens=[tokenizer.eos_token_id], loss_mask=[False], versions=[session.version])
-        return [nothing.sample(example, example.prompt_ids, "")]
+        return [nothing.sample(example, example.prompt_ids, "", reward)]
+    scored = history.last or history.branches[-1]
     return [
         branch.sample(
-            example, branch.prompt_ids, decode_part(tokenizer, branch.tokens, branch.prompt_ids), branch=number
+            example,
+            branch.prompt_ids,
+            decode_part(tokenizer, branch.tokens, branch.prompt_ids),
+            reward,
+            branch=number,
+            last=branch is scored,
         )
-        for number, branch in enumerate(branches)
+        for number, branch in enumerate(history.branches)
     ]
-
-
-def last_answer(session: Session, samples: list[Sample]) -> str:
-    """Return the text that a reward function scores: that of the branch in which the agent got its last reply."""
-    last = session.history.last
-    return "" if last is None else samples[session.history.branches.index(last)].answer
