@@ -131,7 +131,6 @@ def test_defaults(load: Any) -> None:
         "reward": {
             "name": "gsm8k",
             "model": None,
-            "shuffle": False,
             "workers": 2,
             "timeout_seconds": 10.0,
             "default": 0.0,
@@ -195,6 +194,7 @@ def test_defaults(load: Any) -> None:
         "schedule": {},
         "machine": {"gpus_per_node": 8, "kind": "h100-8x400g"}
         | dict.fromkeys(("memory_gb", "copies_gb_per_s", "nvlink_gb_per_s", "network_gb_per_s")),
+        "debug": {"placement": "overlap", "shuffle_rewards": False},
     }
 
 
@@ -397,7 +397,7 @@ def test_the_error_survives_pickling(load: Any) -> None:
             "optimiser.lr=1",
             "optimiser: unknown key, did you mean optimizer?; known sections: name, model, lora, train, rollout, "
             "roles, async, sync, data, evaluation, reward, algorithm, optimizer, critic, guard, run, tracking, "
-            "schedule, machine",
+            "schedule, machine, debug",
         ),
         ("train", "override 'train': expected section.key=value"),
         ("=3", "override '=3': expected section.key=value"),

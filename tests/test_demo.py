@@ -56,7 +56,7 @@ def test_the_sync_takes_next_to_nothing_of_a_step(work: Path) -> None:
 
 
 def test_rewards_dealt_out_at_random_teach_nothing(work: Path) -> None:
-    hybrid3d(work, "train", "recipes/demo-cpu.yaml", "name=control", "reward.shuffle=true", timeout=1800)
+    hybrid3d(work, "train", "recipes/demo-cpu.yaml", "name=control", "debug.shuffle_rewards=true", timeout=1800)
     measured = accuracies(work / "runs/control")
     assert measured[max(measured)] < 0.65
 

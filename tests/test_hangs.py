@@ -89,10 +89,10 @@ SETTINGS = [
     *("model.path=build/demo/base", "guard.initial_mismatch=ignore", "run.steps=1000", "run.eval_every=1000"),
     *("algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=2", "train.micro_batch_size=4"),
     *("rollout.kv_cache_gib=0.0625", "reward.name=rewards:sometimes", "reward.timeout_seconds=200"),
-    *("rollout.placement=consecutive", "optimizer.lr=0", "run.checkpoint_every=0", "sync.bucket_mib=0.125"),
+    *("debug.placement=consecutive", "optimizer.lr=0", "run.checkpoint_every=0", "sync.bucket_mib=0.125"),
 ]
 SPLIT = [
-    "rollout.placement=overlap",
+    "debug.placement=overlap",
     "train.tp=2",
     "train.pp=1",
     "rollout.tp=1",

@@ -122,7 +122,7 @@ def test_nothing_is_computed_where_ranks_keep_their_order(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kept_placement, "start_subprocess", None)
-    for change in (["rollout.placement=consecutive"], ["rollout.tp=1"]):
+    for change in (["debug.placement=consecutive"], ["rollout.tp=1"]):
         with computing_placement(load_recipe(RECIPE[0], [*RECIPE[1], *change]), tmp_path):
             pass
     assert os.listdir(tmp_path) == []

@@ -70,7 +70,7 @@ def work(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with two runs of the same seed: on two ranks, and on two that train and two that generate."""
     work = demo_folder(tmp_path_factory.mktemp("split"), demo)
     (work / "rewards.py").write_text(REWARDS)
-    train(work, "name=colocated", "rollout.placement=consecutive")
+    train(work, "name=colocated", "debug.placement=consecutive")
     train(work, *SPLIT)
     return work
 
@@ -175,7 +175,7 @@ REWARDS_APART = ("roles.reward.ranks=1", "machine.gpus_per_node=4")
 @pytest.mark.slow
 def test_rewards_go_on_when_the_ranks_that_compute_them_are_killed(work: Path) -> None:
     """Here the ranks that train also generate: the metrics are those of the run whose ranks do all."""
-    run, more = work / "runs/rewards-apart", ("name=rewards-apart", "rollout.placement=consecutive", *REWARDS_APART)
+    run, more = work / "runs/rewards-apart", ("name=rewards-apart", "debug.placement=consecutive", *REWARDS_APART)
     with started(work, settings(*more)) as process:
         wait_for_rows(run, 1, process)
         child = child_of(run, 2)
@@ -235,7 +235,7 @@ def test_a_reward_model_on_ranks_of_its_own_gives_the_rewards_that_the_ranks_tha
 @pytest.mark.slow
 def test_rewards_of_other_ranks_on_ray_are_the_same(work: Path, cluster: str) -> None:
     """The ranks with engines fill one node; the one without has a CPU of its own."""
-    more = ("rollout.placement=consecutive", "roles.reward.ranks=1", "machine.gpus_per_node=2", "--ray", cluster)
+    more = ("debug.placement=consecutive", "roles.reward.ranks=1", "machine.gpus_per_node=2", "--ray", cluster)
     train(work, "name=rewards-on-ray", *more)
     assert without(read_rows(work / "runs/rewards-on-ray")) == without(read_rows(work / "runs/colocated"))
 

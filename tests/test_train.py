@@ -231,7 +231,7 @@ def placed(name: str, *overrides: str) -> list[str]:
 @pytest.mark.slow
 def test_a_run_is_placed_as_planned_and_receives_less(work: Path) -> None:
     plans = {
-        where: json.loads(hybrid3d(work, "plan", *placed("placed", f"rollout.placement={where}"), "--json"))
+        where: json.loads(hybrid3d(work, "plan", *placed("placed", f"debug.placement={where}"), "--json"))
         for where in ("overlap", "consecutive")
     }
     hybrid3d(work, "train", *placed("placed"))
@@ -247,7 +247,7 @@ def test_a_run_is_placed_as_planned_and_receives_less(work: Path) -> None:
 def test_placement_changes_nothing_but_what_moves(work: Path) -> None:
     rows = {}
     for where in ("overlap", "consecutive"):
-        hybrid3d(work, "train", *placed(where, f"rollout.placement={where}"))
+        hybrid3d(work, "train", *placed(where, f"debug.placement={where}"))
         moved = ("sync/received_bytes", "sync/lower_bound_bytes", "sync/max_staging_bytes")
         rows[where] = without(read_rows(work / "runs" / where), *moved)
     assert rows["overlap"] == rows["consecutive"]

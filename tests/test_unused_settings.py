@@ -143,7 +143,7 @@ def test_of_the_critics_optimizer(tmp_path: Path) -> None:
         "evaluation.samples=4",
         "evaluation.data={more: more.parquet}",
         "reward.name=math",
-        "reward.shuffle=true",
+        "debug.shuffle_rewards=true",
         "reward.overlong_buffer=2",
         "sync.bucket_mib=32",
         "sync.verify=always",

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from hybrid3d.config.schema import Name, Schedule
 from hybrid3d.config.sections.algorithm import Algorithm
-from hybrid3d.config.sections.engines import Async, Machine, Model, RewardRole, RoleRanks, Rollout, Sync, Train
+from hybrid3d.config.sections.engines import Async, Debug, Machine, Model, RewardRole, RoleRanks, Rollout, Sync, Train
 from hybrid3d.config.sections.learning import Critic, Data, Evaluation, Guard, Lora, Optimizer, Reward, Run
 from hybrid3d.families import is_adapted
 
@@ -47,6 +47,7 @@ class Recipe:
     tracking: tuple[Tracker, ...] = ()
     schedule: Schedule = field(default_factory=dict, hash=False)
     machine: Machine = Machine()
+    debug: Debug = Debug()
 
     @property
     def train_ranks(self) -> int:

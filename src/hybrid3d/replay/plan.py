@@ -38,7 +38,7 @@ def find_start(folder: RunFolder, step: int) -> int:
     raise NotRecorded(f"{folder.path}: step {step} cannot be replayed: {problem}. {existing}: {fix}")
 
 
-SHAPING = ("shuffle", "overlong_buffer", "min", "max", "whiten", "coef")  # of rewards that were computed
+SHAPING = ("overlong_buffer", "min", "max", "whiten", "coef")  # of rewards that were computed
 
 
 def training_recipe(recipe: Recipe, overrides: Sequence[str] = ()) -> Recipe:

@@ -224,11 +224,11 @@ class ExperienceMaker:
         """Return the rewards as `reward` shapes them, and those of the greedy answers, shaped alike; each [B], float64.
 
         Where rewards are normalized, it is by the mean and the standard deviation of both together: their difference
-        keeps its sign, and is not scaled up where only one of them varies. `reward.shuffle`, a control, permutes the
+        keeps its sign, and is not scaled up where only one of them varies. `debug.shuffle_rewards` permutes the
         rewards.
         """
         reward, rewards = recipe.reward, [sample.reward for sample in samples]
-        if reward.shuffle:
+        if recipe.debug.shuffle_rewards:
             random.Random(f"{recipe.run.seed}/{step}").shuffle(rewards)
         lengths = [len(sample.tokens) for sample in samples]
         if reward.overlong_buffer:

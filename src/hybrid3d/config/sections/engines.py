@@ -149,8 +149,6 @@ class Rollout:
         quantization: With `fp8`, vLLM has the weights of linear layers and experts in FP8 (e4m3), with one scale for
             each block of 128 x 128 weights: each rank quantizes the weights that it holds, and half the bytes are sent.
             `null`: vLLM generates with `model.dtype`.
-        placement: With `overlap`, vLLM shards go to the ranks that already hold most of their weights; with
-            `consecutive`, they are assigned in rank order.
         gpu_memory_utilization: Fraction of a GPU's memory that vLLM may use.
         kv_cache_gib: Size in GiB of a vLLM engine's KV cache on CPU.
         sleep: Free vLLM's GPU memory while Megatron trains.
@@ -175,7 +173,6 @@ class Rollout:
     min_p: ClosedFraction = 0.0
     stop: tuple[StopText, ...] = ()
     quantization: Literal["fp8"] | None = None
-    placement: Literal["overlap", "consecutive"] = "overlap"
     gpu_memory_utilization: OpenFraction = 0.5
     kv_cache_gib: Gibibytes = 1.0
     sleep: bool = True
@@ -292,6 +289,20 @@ class Sync:
     def bucket_bytes(self) -> int:
         """Return the size of a staging buffer in bytes."""
         return int(self.bucket_mib * 2**20)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Debug:
+    """Controls for experiments and tests, which no run needs.
+
+    Attributes:
+        placement: With `overlap`, vLLM shards go to the ranks that already hold most of their weights; with
+            `consecutive`, they are assigned in rank order.
+        shuffle_rewards: Permute rewards at random within a step: training must not learn from them.
+    """
+
+    placement: Literal["overlap", "consecutive"] = "overlap"
+    shuffle_rewards: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

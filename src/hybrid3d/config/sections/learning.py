@@ -87,7 +87,6 @@ class Reward:
         name: `gsm8k`, `math`, `code`, or your own function as `module:function`.
         model: Checkpoint of a sequence classifier with one label that reads the policy's tokens. Its score is the
             training reward; `name` then scores held-out answers only.
-        shuffle: Permute rewards at random within a step, as a control experiment.
         workers: Worker processes per rollout replica, or per rank that only computes rewards; your own environment gets
             as many again.
         timeout_seconds: Time limit for scoring one answer, or for one reply of an environment.
@@ -104,7 +103,6 @@ class Reward:
 
     name: Text = "gsm8k"
     model: FilePath | None = None
-    shuffle: bool = False
     workers: Processes = 2
     timeout_seconds: Seconds = 10.0
     default: schema.Reward = 0.0
