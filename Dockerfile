@@ -59,6 +59,7 @@ COPY setup.py README.md LICENSE ./
 COPY src src
 RUN pip install --no-deps --no-build-isolation .
 COPY recipes recipes
+COPY examples examples
 
 # Do not run as root. Files that a run writes belong to this user id: use --build-arg USER_ID=$(id -u) for your own.
 ARG USER_ID=1000

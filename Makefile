@@ -49,13 +49,13 @@ define install
 endef
 
 demo: $(STAMP) ## train a small model on this machine's CPU, from data to curves
-	@$(BIN)/python recipes/demo.py
+	@$(BIN)/python examples/demo.py
 
 demo-agent: $(STAMP) ## train a small model with the answers of an agent that has a calculator
-	@$(BIN)/python recipes/demo_agent.py
+	@$(BIN)/python examples/demo_agent.py
 
 demo-llm: $(DEMO_STAMP) ## train a real language model of 135 million parameters on this machine's CPU
-	@$(BIN)/python recipes/demo_llm.py
+	@$(BIN)/python examples/demo_llm.py
 
 $(DEMO_STAMP): FORCE | $(STAMP)
 	$(call install,requirements/demo.txt,for make demo-llm (0.1 GB))

@@ -1,7 +1,7 @@
 """Measure which fraction of the bfloat16 weights each update changes, by learning rate and kind of tensor, beside what
 `benchmarks/predicted_changes.py` predicts; print it as Markdown and draw it.
 
-    python recipes/make_demo_llm.py build/demo-llm                   # makes the checkpoint and the data
+    python examples/make_demo_llm.py build/demo-llm                   # makes the checkpoint and the data
     python benchmarks/changed_fractions.py > benchmarks/results/changed-fractions-cpu.md
 
 Each learning rate is a GRPO run of `recipes/demo-llm.yaml` on one rank: sampled by vLLM, scored, trained by Megatron,

@@ -1,6 +1,6 @@
 """Run a recipe with packed and with unpacked weights in vLLM, and print seconds of generation and sync as Markdown.
 
-    python recipes/make_demo_llm.py build/demo-llm                   # makes the checkpoint and the data
+    python examples/make_demo_llm.py build/demo-llm                   # makes the checkpoint and the data
     python benchmarks/pack_weights.py > benchmarks/results/pack-weights-cpu.md
 
 Runs that exist already (in `runs/pack-weights/`) are not repeated.

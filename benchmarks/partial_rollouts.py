@@ -105,7 +105,7 @@ def prepare(folder: Path) -> None:
     """Write the demo's model and data, of which a few held-out rows are kept, and the environment."""
     import pyarrow.parquet as pq
 
-    run(folder, str(ROOT / "recipes/make_demo.py"), "demo")
+    run(folder, str(ROOT / "examples/make_demo.py"), "demo")
     (folder / "model").symlink_to("demo/base")
     (folder / "train.parquet").symlink_to("demo/train.parquet")
     pq.write_table(pq.read_table(folder / "demo/eval.parquet").slice(0, 2), folder / "eval.parquet")

@@ -104,7 +104,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     Of the 256 held-out problems it has `HELD_OUT`, which most runs answer twice.
     """
-    folder, script = tmp_path_factory.mktemp("demo"), ROOT / "recipes" / "make_demo.py"
+    folder, script = tmp_path_factory.mktemp("demo"), ROOT / "examples" / "make_demo.py"
     with patch.object(sys, "argv", [str(script), str(folder)]), redirect_stdout(StringIO()):
         runpy.run_path(str(script), run_name="__main__")  # in this process, which has to import the same anyway
     parquet.write_table(parquet.read_table(folder / "eval.parquet").slice(0, HELD_OUT), folder / "eval.parquet")

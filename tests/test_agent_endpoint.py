@@ -36,7 +36,7 @@ class Endpoint:
     """An endpoint whose sessions are open, and its client, which knows the key."""
 
     def __init__(self) -> None:
-        self.tokenizer: Any = runpy.run_path(str(ROOT / "recipes" / "make_demo.py"))["make_tokenizer"]()
+        self.tokenizer: Any = runpy.run_path(str(ROOT / "examples" / "make_demo.py"))["make_tokenizer"]()
         self.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}"
         rollout = load_recipe(ROOT / "recipes/demo-agent.yaml").rollout
         assert rollout is not None

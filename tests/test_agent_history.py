@@ -28,7 +28,7 @@ REPLY_FOLLOWS = "{% if add_generation_prompt %}<assistant>{% endif %}"
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return runpy.run_path(str(ROOT / "recipes" / "make_demo.py"))["make_tokenizer"]()
+    return runpy.run_path(str(ROOT / "examples" / "make_demo.py"))["make_tokenizer"]()
 
 
 def history(tokenizer: Any, template: str | None = None) -> History:

@@ -20,8 +20,9 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which the demo has been run."""
     work = tmp_path_factory.mktemp("demo")
     (work / "recipes").symlink_to(ROOT / "recipes")
+    (work / "examples").symlink_to(ROOT / "examples")
     start = time.monotonic()
-    python(work, "recipes/demo.py", timeout=1800)
+    python(work, "examples/demo.py", timeout=1800)
     (work / "minutes").write_text(str((time.monotonic() - start) / 60))
     return work
 

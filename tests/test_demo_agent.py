@@ -14,7 +14,8 @@ pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(3600)]
 
 def test_an_agent_learns_which_calculation_the_words_require(tmp_path: Path) -> None:
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
-    python(tmp_path, "recipes/demo_agent.py", timeout=3000)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    python(tmp_path, "examples/demo_agent.py", timeout=3000)
     rows = read_rows(tmp_path / "runs/demo-agent")
     accuracy = {row["step"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row}
     assert 0.1 <= accuracy[0] <= 0.6

@@ -14,7 +14,7 @@ from commands import ROOT, hybrid3d, python, read_rows
 
 def script(name: str) -> ModuleType:
     """A file of recipes/ as a module, which is not run."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "recipes" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -87,14 +87,15 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which the demo's checkpoint and questions have been made."""
     work = tmp_path_factory.mktemp("demo-llm")
     (work / "recipes").symlink_to(ROOT / "recipes")
-    python(work, "recipes/make_demo_llm.py", "build/demo-llm", timeout=600)
+    (work / "examples").symlink_to(ROOT / "examples")
+    python(work, "examples/make_demo_llm.py", "build/demo-llm", timeout=600)
     return work
 
 
 @pytest.mark.slow
 def test_the_package_itself_is_not_imported(work: Path) -> None:
     code = (
-        "import sys; sys.path.insert(0, 'recipes'); import make_demo_llm; make_demo_llm.gguf_file(); "
+        "import sys; sys.path.insert(0, 'examples'); import make_demo_llm; make_demo_llm.gguf_file(); "
         "sys.exit(any('smollm' in name for name in sys.modules))"
     )
     python(work, "-c", code)
@@ -155,7 +156,7 @@ def test_a_short_form_of_it_trains(work: Path) -> None:
     hybrid3d(work, "export", "runs/demo-llm", "build/demo-llm/trained")
     said = python(
         work,
-        "recipes/compare_answers.py",
+        "examples/compare_answers.py",
         "build/demo-llm/model",
         "build/demo-llm/trained",
         "build/demo-llm/eval.parquet",

@@ -22,7 +22,8 @@ NOT_HERE = {  # what a page names and a clone lacks: groups of metrics, folders 
     "tracking.md": {"tensorboard/", "wandb/"},
 }
 
-FOLDERS = ("src", "tests", "recipes", "launch", "benchmarks", "requirements", "docs", ".ci")  # a name below is ours
+# A name below one of these is ours
+FOLDERS = ("src", "tests", "recipes", "examples", "launch", "benchmarks", "requirements", "docs", ".ci")
 SOURCES = (".py", ".md", ".sh", ".toml", ".txt")  # a name that ends so is a file of ours, wherever it lies
 FIGURES = (".yaml", ".yml", ".png", ".svg")  # so is this, unless it is bare: a run writes recipe.yaml and curves.png
 BARE = ("Makefile", "Dockerfile", "LICENSE")

@@ -24,7 +24,7 @@ PROMPT = "12+34="
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small model of the demo, before it has learned anything."""
     out = tmp_path_factory.mktemp("serve")
-    subprocess.run([sys.executable, ROOT / "recipes" / "make_demo.py", out], check=True, capture_output=True)
+    subprocess.run([sys.executable, ROOT / "examples" / "make_demo.py", out], check=True, capture_output=True)
     return out / "base"
 
 

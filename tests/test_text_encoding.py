@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(
     path
-    for folder in ("src", "recipes", "docs", "requirements", "benchmarks")
+    for folder in ("src", "recipes", "examples", "docs", "requirements", "benchmarks")
     for path in (ROOT / folder).rglob("*.py")
 )
 OTHER_OPENS = {"os", "tarfile", "zipfile", "webbrowser", "urllib", "request", "opener", "mmap"}

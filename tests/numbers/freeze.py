@@ -157,12 +157,15 @@ def prepare(work: Path) -> None:
 
     for folder, more in (("build/demo", []), ("build/demo-agent", ["--calculator"])):
         subprocess.run(
-            [sys.executable, ROOT / "recipes/make_demo.py", work / folder, *more], check=True, stdout=subprocess.DEVNULL
+            [sys.executable, ROOT / "examples/make_demo.py", work / folder, *more],
+            check=True,
+            stdout=subprocess.DEVNULL,
         )
     (work / "base").symlink_to("build/demo/base")
     (work / "calculator").symlink_to("build/demo-agent/base")
     (work / "rewards.py").write_text(REWARDS)
     (work / "recipes").symlink_to(ROOT / "recipes")
+    (work / "examples").symlink_to(ROOT / "examples")
     parquet.write_table(parquet.read_table(work / "build/demo/eval.parquet").slice(0, 16), work / "few.parquet")
     torch.manual_seed(0)
     base = AutoConfig.from_pretrained(work / "base")

@@ -1,6 +1,6 @@
 """Make the files of `make demo-llm`: a real language model as a Hugging Face checkpoint, and questions to train it on.
 
-    python recipes/make_demo_llm.py build/demo-llm [--seed 1]
+    python examples/make_demo_llm.py build/demo-llm [--seed 1]
 
 Writes to the output folder:
 

@@ -1,6 +1,6 @@
 """Train a real language model with GRPO on a laptop, and show its answers before and after.
 
-    python recipes/demo_llm.py        # what `make demo-llm` runs
+    python examples/demo_llm.py        # what `make demo-llm` runs
 
 Each stage is one command that a user could type. A stage whose result exists already is skipped, so an interrupted
 demo continues where it stopped; remove `build/demo-llm` and `runs/demo-llm` to start over.
@@ -15,7 +15,7 @@ DATA = Path("build/demo-llm")
 STAGES = (
     (
         "SmolLM2-135M-Instruct as a Hugging Face checkpoint, and questions",
-        ["recipes/make_demo_llm.py", str(DATA)],
+        ["examples/make_demo_llm.py", str(DATA)],
         DATA / "eval.parquet",
     ),
     (
@@ -30,7 +30,7 @@ STAGES = (
     ),
     (
         "the held-out questions before and after, answered by transformers",
-        ["recipes/compare_answers.py", str(DATA / "model"), str(DATA / "trained"), str(DATA / "eval.parquet")],
+        ["examples/compare_answers.py", str(DATA / "model"), str(DATA / "trained"), str(DATA / "eval.parquet")],
         None,
     ),
 )

@@ -1,8 +1,8 @@
 """Warm a small model up for a calculator, and train it with the answers of an agent that has one, on a laptop.
 
-    python recipes/demo_agent.py        # what `make demo-agent` runs
+    python examples/demo_agent.py        # what `make demo-agent` runs
 
-The agent is `recipes/calculator_agent.py`, a program of its own with OpenAI's client. Stages are as in `demo.py`.
+The agent is `examples/calculator_agent.py`, a program of its own with OpenAI's client. Stages are as in `demo.py`.
 """
 
 import sys
@@ -14,7 +14,7 @@ DATA = Path("build/demo-agent")
 STAGES = (
     (
         "a small checkpoint, a tokenizer and data, with calculations",
-        ["recipes/make_demo.py", str(DATA), "--calculator"],
+        ["examples/make_demo.py", str(DATA), "--calculator"],
         DATA / "eval.parquet",
     ),
     (

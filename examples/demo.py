@@ -1,6 +1,6 @@
 """Make a small task, warm a model up with supervised training, and train it with GRPO, on a laptop.
 
-    python recipes/demo.py        # what `make demo` runs
+    python examples/demo.py        # what `make demo` runs
 
 Each stage is one command that a user could type. A stage whose result exists already is skipped, so an interrupted
 demo continues where it stopped; remove `build/demo` and `runs/demo-*` to start over.
@@ -14,7 +14,7 @@ from pathlib import Path
 
 DATA = Path("build/demo")
 STAGES = (
-    ("a small checkpoint, a tokenizer and data", ["recipes/make_demo.py", str(DATA)], DATA / "eval.parquet"),
+    ("a small checkpoint, a tokenizer and data", ["examples/make_demo.py", str(DATA)], DATA / "eval.parquet"),
     (
         "supervised warm-up (Megatron, TP2 x PP2)",
         ["-m", "hybrid3d", "train", "recipes/demo-warmup.yaml"],

@@ -1,4 +1,4 @@
-"""The reward of `make demo-llm`, an example of a user's function: `reward.name=recipes.right_kind:right_kind`."""
+"""The reward of `make demo-llm`, an example of a user's function: `reward.name=examples.right_kind:right_kind`."""
 
 import re
 

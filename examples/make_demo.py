@@ -1,6 +1,6 @@
 """Make the demo task: an untrained small checkpoint, its tokenizer and GSM8K-style parquet files.
 
-    python recipes/make_demo.py build/demo [--seed 1] [--calculator]
+    python examples/make_demo.py build/demo [--seed 1] [--calculator]
 
 Writes to the output folder:
 

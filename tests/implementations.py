@@ -1,0 +1,44 @@
+"""States which class implements which interface, once, for mypy, which reads this file. Nothing here runs."""
+
+from __future__ import annotations
+
+from hybrid3d.distributed import GroupExchange
+from hybrid3d.generation.engine import Engine
+from hybrid3d.generation.replicas import EngineReplicas, Replicas, ReplicaScorer
+from hybrid3d.reshard.ends import Exchange, NoSink, NoSource, PlainSink, PlainSource, WeightSink, WeightSource
+from hybrid3d.reshard.quantized import Quantized
+from hybrid3d.reshard.sources import Compared, Merged, Only
+from hybrid3d.rollout.adapters import VllmAdapterSink
+from hybrid3d.rollout.engine import RolloutEngine
+from hybrid3d.rollout.sink import VllmSink
+from hybrid3d.scoring.function_scorer import FunctionScorer
+from hybrid3d.scoring.scorer import Given, Scorer
+from hybrid3d.sync import Sync, WeightSync
+from hybrid3d.sync.adapters import ChainedSync
+from hybrid3d.train.megatron.engine import MegatronEngine
+from hybrid3d.train.megatron.policy import Policy
+from hybrid3d.train.megatron.value_model import ValueModel
+from hybrid3d.train.model_scorer import ModelScorer
+from hybrid3d.train.trained_model import PolicyModel, ScoringModel, TrainedModel, TrainEngine
+from hybrid3d.trainer.colocated import Colocated
+from hybrid3d.trainer.protocols import Roles
+from hybrid3d.trainer.remote_generator import TrainingRank
+from hybrid3d.trainer.scorers import OfFirstRank
+from hybrid3d.workers.engines import Engines
+from hybrid3d.workers.generation import GenerationRank
+from hybrid3d.workers.loop import RoleRank
+from hybrid3d.workers.reward import RewardRank, WorkerScorer
+
+SOURCES: tuple[type[WeightSource], ...] = (PlainSource, NoSource, Only, Merged, Compared, Quantized)
+SINKS: tuple[type[WeightSink], ...] = (PlainSink, NoSink, VllmSink, VllmAdapterSink)
+EXCHANGES: tuple[type[Exchange], ...] = (GroupExchange,)
+SYNCS: tuple[type[Sync], ...] = (WeightSync, ChainedSync)
+TRAIN_ENGINES: tuple[type[TrainEngine], ...] = (MegatronEngine,)
+TRAINED_MODELS: tuple[type[TrainedModel], ...] = (Policy, ValueModel)
+POLICIES: tuple[type[PolicyModel], ...] = (Policy,)
+SCORING_MODELS: tuple[type[ScoringModel], ...] = (ValueModel,)
+ROLLOUT_ENGINES: tuple[type[Engine], ...] = (RolloutEngine,)
+REPLICAS: tuple[type[Replicas], ...] = (EngineReplicas, Engines)
+SCORERS: tuple[type[Scorer], ...] = (FunctionScorer, ReplicaScorer, WorkerScorer, ModelScorer, Given, OfFirstRank)
+ROLES: tuple[type[Roles], ...] = (Colocated, TrainingRank)
+WORKERS: tuple[type[RoleRank], ...] = (GenerationRank, RewardRank)
