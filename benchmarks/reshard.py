@@ -1,4 +1,4 @@
-"""Time the sync on four CPU ranks, three methods of other trainers and plain sends, and print the tables as Markdown.
+"""Time the sync on four CPU ranks, a gather on every rank and plain sends, and print the tables as Markdown.
 
     python benchmarks/reshard.py > benchmarks/results/reshard-cpu.md
 
@@ -22,9 +22,8 @@ LATENT = (
     "train.last_stage_layers=null rollout.tp=2 --layers 6 --hidden 896 --experts 16"
 )
 NOTE = """\
-On CPU, hybrid3d's rows, and the gather on the ranks that train, which hybrid3d's executor runs too, read messages in
-the memory of the other ranks of a node (`sync.shared_memory`). The others, the wire and the changed elements use
-sockets."""
+On CPU, hybrid3d's rows read messages in the memory of the other ranks of a node (`sync.shared_memory`). The wire,
+gather and the changed elements use sockets."""
 CHANGED = "--changed 0.02"  # of the elements
 CASES = (
     f"{DENSE} {CHANGED}",

@@ -1,24 +1,22 @@
-"""`hybrid3d bench` as a user starts it: what it counts, that every bit is right, and what it promises of speed."""
+"""`hybrid3d bench` as a user starts it: what it counts, that every bit is right, and what it promises of speed.
+
+`benchmarks/other_trainers.py` adds methods to it, which are counted and checked in the same way.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from other_trainers import NAMES, format_page
+from reshard import CASES, SPARSE
 
 from commands import ROOT, python
 
-sys.path.insert(0, str(ROOT))
-from benchmarks.reshard import CASES, SPARSE
-
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
-
-
-OTHERS = ("gather", "packed_broadcast", "trainer_gather")
 
 
 def bench(folder: Path, case: str, *more: str, expect: int = 0) -> str:
@@ -41,11 +39,6 @@ def check_delta(found: dict[str, Any], changed: float) -> None:
     entropy = -(changed * math.log2(changed) + (1 - changed) * math.log2(1 - changed)) + 16 * changed  # bits an element
     assert found["delta_bound_bytes"] == pytest.approx(found["received_bytes"] / 2 * entropy / 8, rel=0.02)
     assert found["delta_bound_bytes"] < found["delta_bytes"] < 1.05 * found["delta_bound_bytes"]
-    # All changed elements go to rank 0, except its own, and from there to the others, except their own.
-    every = (
-        found["delta_bytes"] / found["received_bytes"] * found["wanted_bytes"]
-    )  # one replica of vLLM wants each once
-    assert found["gathered_delta_bytes"] == pytest.approx(every * 3, rel=0.05)
     for method in ("delta", "delta_sync", "hybrid3d", "sync"):  # phases are means over ranks
         assert 0 < sum(found["phases"][method].values()) <= 1.05 * found["spread"][method][1]
 
@@ -54,7 +47,8 @@ def check_other_methods(found: dict[str, Any], config: dict[str, Any]) -> None:
     """Bytes by hand, of Mixtral in bfloat16: EP4, DP4, so that each rank holds all that is no expert.
 
     A packed broadcast sends all of that through rank 0 to the three others; of an expert each rank lacks three quarters
-    of the quarter that it wants. A gather of experts on each rank brings three quarters of all.
+    of the quarter that it wants. A gather of experts on each rank brings three quarters of all. All changed elements of
+    a gathered delta go to rank 0, except its own, and from there to the others, except their own.
     """
     experts = 2 * 3 * 2 * 8 * config["hidden_size"] * config["intermediate_size"]  # layers, matrices, bytes, experts
     hidden, vocab = config["hidden_size"], config["vocab_size"]
@@ -64,6 +58,10 @@ def check_other_methods(found: dict[str, Any], config: dict[str, Any]) -> None:
     counts = found["packed_broadcast_bytes"] - 3 * dense - 4 * 3 / 16 * experts
     assert 0 <= counts < 64 * 1024  # how many elements each message has
     assert found["trainer_gather_bytes"] == 4 * 3 / 4 * experts
+    every = found["delta_bytes"] / found["received_bytes"] * found["wanted_bytes"]  # a replica of vLLM wants each once
+    assert found["gathered_delta_bytes"] == pytest.approx(every * 3, rel=0.05)
+    assert found["ratios"]["bytes_gathered_delta"] == found["gathered_delta_bytes"] / found["delta_bytes"]
+    assert found["ratios"]["bytes_trainer_gather"] == found["trainer_gather_bytes"] / found["received_bytes"]
 
 
 def foretold(folder: Path, layouts: str) -> int:
@@ -76,10 +74,9 @@ def foretold(folder: Path, layouts: str) -> int:
 def test_every_bit_is_right_and_the_bytes_are_the_lower_bound(tmp_path: Path) -> None:
     arguments = "--json --hidden 512 --layers 2 --repeats 2 --changed 0.02 machine.gpus_per_node=2"
     found = json.loads(bench(tmp_path, SPARSE, *arguments.split()))
-    check(found, *OTHERS, "delta", "gathered_delta")
+    check(found, "gather", "delta")
     check_delta(found, 0.02)
     assert found["gather_bytes"] == 4 * found["received_bytes"]
-    check_other_methods(found, config=json.loads((tmp_path / "runs/bench-mixtral-8x7b/model/config.json").read_text()))
     assert found["gather_bytes"] == foretold(tmp_path, "train.tp=1 train.pp=1 train.ep=4 train.dp=4 rollout.tp=4")
     assert found["scaled"] == "layers 32 -> 2, hidden size 4096 -> 512"
     assert {path.name for path in (tmp_path / "runs/bench-mixtral-8x7b").glob("bench.*")} == {
@@ -87,6 +84,18 @@ def test_every_bit_is_right_and_the_bytes_are_the_lower_bound(tmp_path: Path) ->
         "bench.md",
         "bench.png",
     }
+
+
+def test_methods_of_other_trainers_move_every_bit_and_the_bytes_that_they_must(tmp_path: Path) -> None:
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    launcher = "-m torch.distributed.run --standalone --nproc-per-node 4".split()
+    script = [str(ROOT / "benchmarks/other_trainers.py"), *SPARSE.split()]
+    arguments = "--json --hidden 512 --layers 2 --repeats 2 --changed 0.02 machine.gpus_per_node=2"
+    found = json.loads(python(tmp_path, *launcher, *script, *arguments.split()))
+    check(found, "gather", "packed_broadcast", "trainer_gather", "delta", "gathered_delta")
+    check_other_methods(found, config=json.loads((tmp_path / "runs/bench-mixtral-8x7b/model/config.json").read_text()))
+    assert set(NAMES) <= found["memory"].keys()
+    assert all(name in format_page(found) for name in NAMES.values())
 
 
 @pytest.mark.slow
@@ -130,7 +139,7 @@ LEAST = ((0.8 * 3, 0.8), (0.8 * 4, 0.8), (8.0, 0.8), (2.0, 0.65), (0.8 * 2, 0.8)
 @pytest.mark.parametrize(("case", "least", "of_wire"), [(c, *least) for c, least in zip(CASES, LEAST, strict=True)])
 def test_time_is_saved_where_bytes_are(case: str, least: float, of_wire: float, tmp_path: Path) -> None:
     found = json.loads(bench(tmp_path, case, "--json"))
-    check(found, *OTHERS, *(("delta", "gathered_delta") if "--changed" in case else ()))
+    check(found, "gather", *(["delta"] if "--changed" in case else []))
     assert found["held_bytes"] >= 300e6
     assert found["ratios"]["seconds_gather"] >= least
     assert found["ratios"]["of_wire"] >= of_wire

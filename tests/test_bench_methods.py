@@ -1,4 +1,4 @@
-"""The newer methods that `bench` compares with, in threads: every bit, and every byte by hand."""
+"""The methods of other trainers in `benchmarks/methods`, in threads: every bit, and every byte by hand."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from methods import trainer_gather
+from methods.packed_broadcast import PackedBroadcast
+from methods.trainer_gather import TrainerGather
 
-from hybrid3d.bench import trainer_gather
 from hybrid3d.bench.gathering import Peers
-from hybrid3d.bench.packed_broadcast import PackedBroadcast
-from hybrid3d.bench.trainer_gather import TrainerGather
 from hybrid3d.reshard.ends import NamedTensors
 from hybrid3d.reshard.plan.box import Box
 from hybrid3d.reshard.plan.classes import layer_of, signature_of

@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from methods.gathered_delta import positions_inside
 
-from hybrid3d.bench.gathered_delta import positions_inside
 from hybrid3d.bench.values import SyntheticChanges, SyntheticWeights, fill
 from hybrid3d.reshard.delta.changes import changed_positions
 from hybrid3d.reshard.ends import NamedTensors

@@ -1,1 +1,1 @@
-"""`hybrid3d bench`: times the sync, the method of other trainers, and plain sends of the same bytes."""
+"""`hybrid3d bench`: times the sync, a gather on every rank, and plain sends of the same bytes."""

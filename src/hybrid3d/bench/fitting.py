@@ -47,16 +47,15 @@ def check_benchmark_memory(recipe: Recipe, config: Config, changed: float | None
 def required_bytes(recipe: Recipe) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the bytes of the fullest rank and of all ranks: buffers and weights (vLLM's count twice).
 
-    The second pair is with syncs of changed elements: bitmaps, and staging memory of both
-    methods, which is as large as if all elements had changed.
+    The second pair is with syncs of changed elements: bitmaps, and staging memory, which is as large as if all elements
+    had changed.
     """
     config = read_config(recipe.model.path)
     found = compute_sync_traffic(recipe, query_engines(recipe, config))
     wire = found.traffic.sum(0) + found.traffic.sum(1) + 2 * found.local
     staging = 2 * found.staging + found.finalize + 4 * recipe.sync.bucket_bytes
     each = found.held + 2 * found.wanted + wire + staging
-    layers = 3 * found.held.sum() // config["num_hidden_layers"]  # of the baseline
-    changed = each + found.held // 8 + 2 * found.staging + layers
+    changed = each + found.held // 8 + 2 * found.staging
     return (int(each.max()), int(each.sum())), (int(changed.max()), int(changed.sum()))
 
 

@@ -1,4 +1,4 @@
-"""The method of other trainers, with the same engines at both ends: every tensor is gathered on every rank.
+"""A baseline with the same engines at both ends: every tensor is gathered on every rank.
 
 Each stage broadcasts what it holds to the ranks at the same position of the other stages. TP groups, and for experts
 the groups of EP x ETP, then all-gather it, and each rank copies what vLLM wants. This runs in buckets: while two are

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,6 @@ METHODS = {
     "hybrid3d": "hybrid3d",
     "delta": "hybrid3d, the changed elements only",
     "gather": "gather: PP broadcast, TP and EP all-gather, slice",
-    "packed_broadcast": "packed broadcast through one rank, experts from shard to shard",
-    "trainer_gather": "gather on the ranks that train (TP and EP), from there peer to peer",
-    "gathered_delta": "gathered delta: changed elements to one rank, from there to all",
     "wire": "wire of hybrid3d's bytes, and one copy of what stays",
     "gather_wire": "wire of gather's bytes",
 }
@@ -33,19 +31,7 @@ COLUMNS = (
     "memory besides weights, a rank",
     "bit-exact",
 )
-BYTES = {
-    "hybrid3d": "received_bytes",
-    "delta": "delta_bytes",
-    "gather": "gather_bytes",
-    "packed_broadcast": "packed_broadcast_bytes",
-    "trainer_gather": "trainer_gather_bytes",
-    "gathered_delta": "gathered_delta_bytes",
-    "wire": "wire_bytes",
-    "gather_wire": "gather_bytes",
-}
-COLORS = {"hybrid3d": "C0", "delta": "C0"} | dict.fromkeys(
-    ("gather", "packed_broadcast", "trainer_gather", "gathered_delta"), "C1"
-)
+COLORS = {"hybrid3d": "C0", "delta": "C0", "gather": "C1"}
 
 
 def summarize(recipe: Recipe, scaled: str, measured: dict[str, Any], changed: float | None) -> dict[str, Any]:
@@ -86,45 +72,25 @@ def _gather_ratios(measured: dict[str, Any]) -> dict[str, float | None]:
         "bytes_gather": measured["gather_bytes"] / received if received else None,
         "seconds_gather": seconds["gather"] / seconds["hybrid3d"],
         "gather_of_wire": seconds["gather_wire"] / seconds["gather"],
-        **{
-            f"{what}_{name}": value
-            for name in ("packed_broadcast", "trainer_gather")
-            for what, value in (
-                ("bytes", measured[f"{name}_bytes"] / received if received else None),
-                ("seconds", seconds[name] / seconds["hybrid3d"]),
-            )
-        },
     }
 
 
 def _delta_ratios(measured: dict[str, Any]) -> dict[str, float | None]:
     seconds, sent = measured["seconds"], measured["delta_bytes"]
-    found = {
+    return {
         "bytes_delta": measured["received_bytes"] / sent if sent else None,
         "of_delta_bound": sent / measured["delta_bound_bytes"] if measured["delta_bound_bytes"] else None,
         "seconds_delta": seconds["hybrid3d"] / seconds["delta"],
     }
-    if "gathered_delta" in seconds:
-        found["bytes_gathered_delta"] = measured["gathered_delta_bytes"] / sent if sent else None
-        found["seconds_gathered_delta"] = seconds["gathered_delta"] / seconds["delta"]
-    return found
 
 
 def _memory(measured: dict[str, Any]) -> dict[str, int]:
     """Return the memory that a method takes besides the weights, on the fullest rank."""
-    bits = measured.get("max_bitmap_bytes", 0)
-    buffers = {
-        "hybrid3d": measured["max_staging_bytes"] + measured["max_lent_bytes"],
-        "gather": measured.get("max_gather_buffer_bytes", 0),
-        **{name: measured.get(f"max_{name}_buffer_bytes", 0) for name in ("packed_broadcast", "trainer_gather")},
-        "delta": measured.get("max_delta_staging_bytes", 0) + bits,
-        "gathered_delta": measured.get("max_gathered_delta_buffer_bytes", 0) + bits,
-    }
-    return {
-        method: nbytes + measured["max_finalize_bytes"]
-        for method, nbytes in buffers.items()
-        if method in measured["seconds"]
-    }
+    buffers = {name: measured[key] for name in measured["seconds"] if (key := f"max_{name}_buffer_bytes") in measured}
+    buffers["hybrid3d"] = measured["max_staging_bytes"] + measured["max_lent_bytes"]
+    if "delta" in measured["seconds"]:
+        buffers["delta"] = measured["max_delta_staging_bytes"] + measured["max_bitmap_bytes"]
+    return {method: nbytes + measured["max_finalize_bytes"] for method, nbytes in buffers.items()}
 
 
 def describe_machine() -> str:
@@ -134,8 +100,12 @@ def describe_machine() -> str:
     return f"{os.cpu_count()} CPU cores ({platform.machine()})"
 
 
-def format_table(found: dict[str, Any]) -> str:
-    """Return the measurements as Markdown tables."""
+def format_table(found: dict[str, Any], methods: Mapping[str, str] = METHODS) -> str:
+    """Return the measurements as a Markdown table with lines of text below it.
+
+    Args:
+        methods: the methods that have a row, if they were measured, with their names.
+    """
     ratios, layout = found["ratios"], found["layout"]
     rows = [
         f"{found['name']}: {found['ranks']} ranks; {_sides(layout)}{_split(found)}; scaled: {found['scaled']}; "
@@ -144,7 +114,7 @@ def format_table(found: dict[str, Any]) -> str:
         f"| {' | '.join(COLUMNS)} |",
         f"|{'---|' * len(COLUMNS)}",
     ]
-    for key, name in METHODS.items():
+    for key, name in methods.items():
         if key not in found["seconds"]:
             continue
         low, high = found["spread"][key]
@@ -152,7 +122,7 @@ def format_table(found: dict[str, Any]) -> str:
         exact = {True: "yes", False: "NO"}.get(found["bit_exact"].get(key), "")
         count = found.get("operations" if key == "hybrid3d" else f"{key}_operations", "")
         rows.append(
-            f"| {name} | {found['seconds'][key]:.3f} ({low:.3f} to {high:.3f}) | {found[BYTES[key]]:,} | {count} "
+            f"| {name} | {found['seconds'][key]:.3f} ({low:.3f} to {high:.3f}) | {_received(found, key):,} | {count} "
             f"| {memory} | {exact} |"
         )
     seconds = found["seconds"]
@@ -177,6 +147,11 @@ def format_table(found: dict[str, Any]) -> str:
     return "\n".join([*rows, "", *said, *where])
 
 
+def _received(found: dict[str, Any], method: str) -> int:
+    name = {"hybrid3d": "received", "gather_wire": "gather"}.get(method, method)
+    return int(found[f"{name}_bytes"])
+
+
 def _split(found: dict[str, Any]) -> str:
     other = found["generation_ranks"]
     return f", {found['ranks'] - other} that train and {other} that generate" if other < found["ranks"] else ""
@@ -188,9 +163,6 @@ def _wire_lines(ratios: dict[str, Any]) -> list[str]:
         return [f"{of_wire}."]
     return [
         f"gather / hybrid3d: {_times(ratios['bytes_gather'])} of bytes, {ratios['seconds_gather']:.2f} of seconds.",
-        f"packed broadcast / hybrid3d: {_times(ratios['bytes_packed_broadcast'])} of bytes, "
-        f"{ratios['seconds_packed_broadcast']:.2f} of seconds; gather on the ranks that train / hybrid3d: "
-        f"{_times(ratios['bytes_trainer_gather'])} of bytes, {ratios['seconds_trainer_gather']:.2f} of seconds.",
         f"{of_wire}, gather {ratios['gather_of_wire']:.2f} of its own.",
     ]
 
@@ -202,16 +174,9 @@ def _delta_lines(found: dict[str, Any]) -> list[str]:
         f"Changed: {100 * found['changed_fraction']:.3g} % of the elements. Of {sparse:.1f} % of what vLLM wants, only "
         f"changed elements are sent; their entropy is {found['delta_bound_bytes']:,.0f} bytes.",
         f"hybrid3d / its changed elements: {_times(ratios['bytes_delta'])} of bytes, {ratios['seconds_delta']:.2f} of "
-        f"seconds{_gathered_delta(ratios)}.",
+        "seconds.",
         f"A whole sync of changed elements: {seconds['delta_sync']:.3f} s instead of {seconds['sync']:.3f} s.",
     ]
-
-
-def _gathered_delta(ratios: dict[str, Any]) -> str:
-    if "seconds_gathered_delta" not in ratios:
-        return ""
-    bytes_, seconds = _times(ratios["bytes_gathered_delta"]), ratios["seconds_gathered_delta"]
-    return f"; gathered delta / them: {bytes_} of bytes, {seconds:.2f} of seconds"
 
 
 def _times(ratio: float | None) -> str:
@@ -246,7 +211,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
     spread += [[found["spread"][key][1] - median for key, median in zip(keys, medians, strict=True)]]
     axes[0].barh(keys, medians, xerr=spread, color=[COLORS.get(key, "C7") for key in keys])
     axes[0].set_xlabel("seconds: median, fastest and slowest")
-    axes[1].barh(keys, [found[BYTES[key]] / 1e9 for key in keys], color=[COLORS.get(key, "C7") for key in keys])
+    axes[1].barh(keys, [_received(found, key) / 1e9 for key in keys], color=[COLORS.get(key, "C7") for key in keys])
     axes[1].axvline(found["lower_bound_bytes"] / 1e9, linestyle="--", color="black", label="lower bound")
     axes[1].set_xlabel("GB received, all ranks")
     axes[1].legend(fontsize=8)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from torch.distributed.distributed_c10d import Store
 
@@ -16,6 +18,9 @@ from hybrid3d.ledger import RankStart
 from hybrid3d.planning.agreed_placement import choose_placement
 from hybrid3d.run.folder import RunFolder
 
+if TYPE_CHECKING:
+    from hybrid3d.bench.task import Bench
+
 
 def bench(
     recipe: Recipe,
@@ -27,29 +32,41 @@ def bench(
     as_json: bool,
     start: RankStart,
 ) -> None:
-    """Measure the sync of a model of this config, the method of other trainers, and the network itself.
+    """Measure the sync of a model of this config, a gather on every rank, and the network itself.
 
     Args:
         scaling: describes how the model was scaled down.
         changed: also measure syncs of this fraction of all elements.
     """
-    rank, store, console = start.rank, start.store, start.console
-    if rank == 0:
-        write_model(recipe, config)
-        store.set("model", "written")
-    store.wait(["model"])
-    slots = choose_placement(recipe, store, folder.path, start.progress.restart_count)
-    groups = start_groups(recipe, store)
-    from hybrid3d.bench.task import measure  # imports the engines
-
+    console = start.console
     print_status = console.print if console is not None and not as_json else lambda message: None
-    measurements = measure(recipe, repeats, groups, slots, changed, print_status)
-    if rank == 0:
+    measurements = build_bench(recipe, config, folder, changed, start, print_status).measure(repeats)
+    if start.rank == 0:
         numbers = report.summarize(recipe, scaling, measurements, changed)
         report.write_results(folder, numbers)
         if console is not None:
             text = json.dumps(numbers, indent=2) if as_json else report.format_table(numbers)
             console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def build_bench(
+    recipe: Recipe,
+    config: Config,
+    folder: RunFolder,
+    changed: float | None,
+    start: RankStart,
+    on_progress: Callable[[str], None],
+) -> Bench:
+    """Write the model's config on rank 0, and build the engines of this rank. Every rank calls it together."""
+    if start.rank == 0:
+        write_model(recipe, config)
+        start.store.set("model", "written")
+    start.store.wait(["model"])
+    slots = choose_placement(recipe, start.store, folder.path, start.progress.restart_count)
+    groups = start_groups(recipe, start.store)
+    from hybrid3d.bench.task import Bench  # imports the engines
+
+    return Bench(recipe, groups, slots, changed, on_progress)
 
 
 def start_groups(recipe: Recipe, store: Store) -> RoleGroups:

@@ -1,4 +1,4 @@
-"""`hybrid3d bench`: time a recipe's sync, other trainers' method and the network itself."""
+"""`hybrid3d bench`: time a recipe's sync, a gather on every rank and the network itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_OPTIONS = {"layers": 1_000, "hidden": 65_536, "experts": 4_096, "repeats": 1
 
 
 def add_parser(commands: Commands) -> None:
-    parser = commands.add_parser("bench", help="time a recipe's sync, other trainers' method and the network itself")
+    parser = commands.add_parser("bench", help="time a recipe's sync, a gather on every rank and the network itself")
     add_recipe(parser)
     parser.add_argument("--repeats", type=int, default=15, help="timed runs of each method (default: 15)")
     parser.add_argument("--layers", type=int, help="number of layers of the measured model")

@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from methods.gathered_delta import GatheredDelta
 
-from hybrid3d.bench.gathered_delta import GatheredDelta
 from hybrid3d.bench.gathering import Peers
 from hybrid3d.families import is_expert
 from hybrid3d.reshard.ends import Sink, Source
