@@ -50,14 +50,14 @@ def measure(lr: str, out: Path) -> None:
     from hybrid3d.run.display import Display
     from hybrid3d.run.folder import RunFolder
     from hybrid3d.run.health import Guard
-    from hybrid3d.run.logger import Record
+    from hybrid3d.run.logger import RunLogger
     from hybrid3d.train.megatron.engine import MegatronEngine
     from hybrid3d.trainer.colocated import Colocated
 
     folder = RunFolder.for_recipe(recipe)
     folder.create(recipe)
     roles = Colocated(
-        recipe, MegatronEngine(), group, [0], Guard(Record(folder, 0, Display(recipe.name, recipe.run.steps, None)))
+        recipe, MegatronEngine(), group, [0], Guard(RunLogger(folder, 0, Display(recipe.name, recipe.run.steps, None)))
     )
     policy, rows, batch = roles.models.policy, [], 0
     for step in range(recipe.run.steps):

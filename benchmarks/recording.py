@@ -42,7 +42,7 @@ def measure(model: str, dtype: str, out: Path) -> dict[str, float]:
     from hybrid3d.run.display import Display
     from hybrid3d.run.folder import RunFolder, recorded_folder
     from hybrid3d.run.health import Guard
-    from hybrid3d.run.logger import Record
+    from hybrid3d.run.logger import RunLogger
     from hybrid3d.run.metrics import PhaseTimer
     from hybrid3d.train.megatron import runtime
     from hybrid3d.train.megatron.engine import MegatronEngine
@@ -64,7 +64,7 @@ def measure(model: str, dtype: str, out: Path) -> dict[str, float]:
         run=Run(steps=100, record="always"),
     )
     group, folder = dist.group.WORLD, RunFolder(out / dtype)
-    record = Record(folder, 0, Display(recipe.name, 1, None), keeps_events=False)
+    record = RunLogger(folder, 0, Display(recipe.name, 1, None), keeps_events=False)
     runtime.initialize(recipe.train, seed=1)
     models = Models.of(MegatronEngine(), recipe, Policy(read_config(model), recipe, 0), group)
     guard = Guard(record)

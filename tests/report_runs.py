@@ -11,7 +11,7 @@ from hybrid3d.config import load_recipe
 from hybrid3d.generation.samples import Sample
 from hybrid3d.run.display import Display
 from hybrid3d.run.folder import RunFolder
-from hybrid3d.run.logger import Record
+from hybrid3d.run.logger import RunLogger
 from hybrid3d.run.timeline import Span
 from run_ranks import ROOT
 
@@ -74,7 +74,7 @@ def write_run(path: Path, *settings: str, steps: int = 6, ended: bool = True, te
     folder = RunFolder(path)
     path.mkdir(parents=True)
     folder.create(recipe)
-    record = Record(folder, 0, Display("run", steps, None))
+    record = RunLogger(folder, 0, Display("run", steps, None))
     record.event("start", step=0)
     for step in range(steps + 1):
         record.step(row_of(step), steps, [sample_of(step, place, f"answer {place} {text}") for place in range(4)])

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hybrid3d.config import Run
 from hybrid3d.run.display import Display
 from hybrid3d.run.folder import RunFolder, checkpoint_folder
-from hybrid3d.run.logger import Record
+from hybrid3d.run.logger import RunLogger
 from hybrid3d.run.progress import Progress
 from hybrid3d.storage.disk import CheckpointWriteError
 from hybrid3d.storage.manifest import UnusableCheckpoint
@@ -39,7 +39,7 @@ class Written:
 
 @pytest.fixture
 def checkpoints(tmp_path: Path, alone: dist.ProcessGroup) -> Checkpoints:
-    return Checkpoints(MegatronEngine(), {}, 1, Record(RunFolder(tmp_path), 0, Display("run", 1, None)), alone)
+    return Checkpoints(MegatronEngine(), {}, 1, RunLogger(RunFolder(tmp_path), 0, Display("run", 1, None)), alone)
 
 
 class Together(RuntimeError):

@@ -17,7 +17,7 @@ from hybrid3d.cli import main
 from hybrid3d.rl.data import DataError, PromptData
 from hybrid3d.run.display import Display
 from hybrid3d.run.folder import RunFolder
-from hybrid3d.run.logger import Record
+from hybrid3d.run.logger import RunLogger
 from test_rl_data import make_tokenizer, read
 
 Write = Callable[..., Path]
@@ -100,7 +100,7 @@ def test_counts_go_to_the_terminal_the_events_and_every_row(write: Write, tokeni
     train = read_part("train.parquet", fitting=6, overlong=3, broken=1)
     held_out = read_part("eval.parquet", fitting=4, overlong=0, broken=0)
     folder, shown = RunFolder(tmp_path), StringIO()
-    record = Record(folder, 0, Display("run", 2, Console(file=shown, width=500)))
+    record = RunLogger(folder, 0, Display("run", 2, Console(file=shown, width=500)))
     record.data({"train": train, "eval": held_out})
     record.step({"step": 0, "reward/mean": 0.5}, steps=2)
     record.step({"step": 1, "reward/mean": 0.6}, steps=2)

@@ -14,11 +14,11 @@ from hybrid3d.config import Guard as Settings
 from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.rl.kl import KlController
 from hybrid3d.run.health import MIN_GRAD_NORMS, Guard, TooManyInterventions
-from hybrid3d.run.logger import Record
+from hybrid3d.run.logger import RunLogger
 
 
 class Events:
-    """A fake `Record` that stores events."""
+    """A fake `RunLogger` that stores events."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
@@ -34,7 +34,7 @@ RECIPE = load_recipe(Path(__file__).parent.parent / "recipes/demo-cpu.yaml", ["o
 
 def guard_of(**settings: Any) -> tuple[Watched, Events]:
     events, recipe = Events(), replace(RECIPE, guard=Settings(**settings))
-    return Watched(Guard(cast(Record, events)), recipe), events
+    return Watched(Guard(cast(RunLogger, events)), recipe), events
 
 
 class Watched:

@@ -88,7 +88,7 @@ TEXTS: dict[str, str | bytes] = {
 
 
 class Said:
-    """A fake `Record` that stores events, which must be serializable as JSON."""
+    """A fake `RunLogger` that stores events, which must be serializable as JSON."""
 
     def __init__(self, folder: Path):
         self.folder = SimpleNamespace(control=folder / "control.yaml")

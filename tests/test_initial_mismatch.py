@@ -17,7 +17,7 @@ from commands import ROOT, experts_folder, read_rows
 from hybrid3d.config import Guard as Settings
 from hybrid3d.config import load_recipe
 from hybrid3d.run.health import MAX_EXPLAINED_MISMATCH, EngineMismatch, Guard
-from hybrid3d.run.logger import Record
+from hybrid3d.run.logger import RunLogger
 from run_ranks import environment
 from test_health import Events, Watched
 
@@ -27,7 +27,7 @@ from test_health import Events, Watched
 def guard_of(dtype: str = "float32", **settings: Any) -> tuple[Watched, Events]:
     events = Events()
     recipe = load_recipe(ROOT / "recipes/demo-cpu.yaml", [f"model.dtype={dtype}"])
-    return Watched(Guard(cast(Record, events)), replace(recipe, guard=Settings(**settings))), events
+    return Watched(Guard(cast(RunLogger, events)), replace(recipe, guard=Settings(**settings))), events
 
 
 def row(mean: float) -> dict[str, float]:

@@ -35,7 +35,7 @@ def recipe(tiny_checkpoint: Callable[..., Path]) -> Recipe:
 
 
 class Said:
-    """A fake `Record` that stores events."""
+    """A fake `RunLogger` that stores events."""
 
     def __init__(self, folder: Path):
         self.folder = RunFolder(folder)

@@ -18,7 +18,7 @@ from hybrid3d.report.run_data import read_run
 from hybrid3d.run import memory
 from hybrid3d.run.display import Display
 from hybrid3d.run.folder import RunFolder
-from hybrid3d.run.logger import Record
+from hybrid3d.run.logger import RunLogger
 from hybrid3d.run.memory import MemoryMeter
 from hybrid3d.run.metrics import PhaseTimer
 from report_runs import SPANS, write_run
@@ -133,7 +133,7 @@ def test_what_vllm_has_freed_in_its_sleep_is_not_used(monkeypatch: pytest.Monkey
 
 def run_with_memory(path: Path, device: str = "cuda") -> RunFolder:
     folder = write_run(path)
-    record = Record(folder, 0, Display("run", 6, None))
+    record = RunLogger(folder, 0, Display("run", 6, None))
     for step in range(7):
         scale = 0.5 if step == 3 else 0.25
         peaks = {rank: {name: round(scale * n) for name, n in one.items()} for rank, one in PEAKS.items()}

@@ -19,7 +19,7 @@ from hybrid3d.scoring.scorer import Given, Query, Scores
 from hybrid3d.workers import role_client
 from hybrid3d.workers.channel import Call, Register, Reply
 from hybrid3d.workers.reward import RewardWorkers, WorkerScorer
-from hybrid3d.workers.roles import OtherRoles
+from hybrid3d.workers.roles import WorkerServer
 
 pytestmark = pytest.mark.engines
 
@@ -82,7 +82,7 @@ def workers(
     def event(name: str, message: str = "", **fields: Any) -> None:
         events.append((name, fields.get("ranks")))
 
-    roles = OtherRoles(RECIPE, store, SimpleNamespace(event=event), 0)  # type: ignore[arg-type]
+    roles = WorkerServer(RECIPE, store, SimpleNamespace(event=event), 0)  # type: ignore[arg-type]
     assert roles.engines is None
     assert roles.reward_workers is not None
     yield roles.reward_workers

@@ -16,7 +16,7 @@ from hybrid3d.config import RecipeError, load_recipe
 from hybrid3d.run import folder as run_folder
 from hybrid3d.run.display import Display
 from hybrid3d.run.folder import RunFolder
-from hybrid3d.run.logger import Record
+from hybrid3d.run.logger import RunLogger
 from run_ranks import ROOT
 
 RECIPE = load_recipe(ROOT / "recipes/demo-cpu.yaml")
@@ -115,7 +115,7 @@ def test_what_a_reward_says_is_no_markup(tmp_path: Path) -> None:
     console = Console(file=open(tmp_path / "said", "w"), width=200)  # noqa: SIM115
     folder = RunFolder(tmp_path)
     with Display("run", 1, console) as display:
-        Record(folder, 0, display).event("reward_failed", "not a float: '[/b] [red]7'", step=3)
+        RunLogger(folder, 0, display).event("reward_failed", "not a float: '[/b] [red]7'", step=3)
     console.file.close()
     assert (tmp_path / "said").read_text() == "not a float: '[/b] [red]7'\n"
     assert json.loads(folder.events.read_text())["step"] == 3

@@ -34,7 +34,7 @@ from hybrid3d.trainer.ahead import GenerationAhead
 from hybrid3d.workers import loop, role_client
 from hybrid3d.workers.channel import Call, Connection, Disconnected, End, Leave, Register, Reply, Server, connect
 from hybrid3d.workers.engines import Engines
-from hybrid3d.workers.roles import OtherRoles
+from hybrid3d.workers.roles import WorkerServer
 
 pytestmark = pytest.mark.engines
 
@@ -178,20 +178,20 @@ def events() -> list[tuple[str, Any]]:
 
 
 @pytest.fixture
-def roles(store: dist.Store, events: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Iterator[OtherRoles]:
+def roles(store: dist.Store, events: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerServer]:
     """Four training ranks, and two engines of two ranks each that generate: 4, 5 and 6, 7."""
     monkeypatch.setattr(role_client, "CLOSE_SECONDS", 0.5)
 
     def event(name: str, message: str = "", **fields: Any) -> None:
         events.append((name, fields.get("ranks")))
 
-    made = OtherRoles(RECIPE, store, SimpleNamespace(event=event), 0)  # type: ignore[arg-type]
+    made = WorkerServer(RECIPE, store, SimpleNamespace(event=event), 0)  # type: ignore[arg-type]
     yield made
     made.close()
 
 
 @pytest.fixture
-def made(roles: OtherRoles) -> Engines:
+def made(roles: WorkerServer) -> Engines:
     assert roles.engines is not None
     return roles.engines
 
@@ -273,7 +273,7 @@ def test_an_engine_that_is_up_is_taken_up_by_the_next_start_of_training(
 ) -> None:
     """One that has lost a rank meanwhile is started anew, once all of its ranks have registered without it."""
     _, before = start_all(made, store)
-    roles = OtherRoles(RECIPE, store, made._record, start=1)
+    roles = WorkerServer(RECIPE, store, made._record, start=1)
     second = roles.engines
     assert second is not None
     kept = [GenerationRank(rank, store, group_start=0, start=1) for rank in (4, 5)]
@@ -383,7 +383,7 @@ def test_an_engine_that_was_lost_meanwhile_takes_no_part(made: Engines, store: d
 
 
 def test_the_end_of_the_run_reaches_all(
-    roles: OtherRoles, made: Engines, store: dist.Store, monkeypatch: pytest.MonkeyPatch
+    roles: WorkerServer, made: Engines, store: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that serve are asked to exit, others are disconnected, and who comes later finds that it has ended."""
     ranks, _ = start_all(made, store)
@@ -481,7 +481,7 @@ def test_a_rank_that_does_not_train_says_what_to_lower_where_memory_runs_out(
     def serve(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
 
-    monkeypatch.setattr(loop.Service, "run", serve)
+    monkeypatch.setattr(loop.WorkerLoop, "run", serve)
     for rank, advice in ((4, "this rank only generates: lower rollout.gpu"), (6, "this rank only computes rewards: ")):
         monkeypatch.setenv("RANK", str(rank))
         start = RankStart(rank, store, None, this_process())

@@ -57,7 +57,7 @@ class RankStart:
     progress: Progress
 
 
-class TrainingStarts:
+class TrainingAttempts:
     """The starts of the ranks that train, in a run in which they are started again.
 
     Attributes:

@@ -24,7 +24,7 @@ from hybrid3d.inputs.models import read_config
 from hybrid3d.reshard.move.transport import as_bytes
 from hybrid3d.run.display import Display
 from hybrid3d.run.folder import RunFolder, checkpoint_folder
-from hybrid3d.run.logger import Record
+from hybrid3d.run.logger import RunLogger
 from hybrid3d.storage import manifest
 from hybrid3d.train.megatron import checkpoint, runtime
 from hybrid3d.train.megatron.engine import MegatronEngine
@@ -134,7 +134,7 @@ def main(recipe_file: str, out: Path) -> None:
             )
             if how in ("flipped in its middle", "a folder"):
                 checkpoints = Checkpoints(
-                    MegatronEngine(), models, 1, Record(folder, rank, Display("run", 1, None)), dist.group.WORLD
+                    MegatronEngine(), models, 1, RunLogger(folder, rank, Display("run", 1, None)), dist.group.WORLD
                 )
                 said["resume"] = {"raised": None, "step": checkpoints.resume()[0]}
                 for tensor in policy.weights.tensors.values():

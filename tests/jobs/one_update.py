@@ -23,7 +23,7 @@ from hybrid3d.replay.fingerprint import fingerprint_pieces
 from hybrid3d.run.display import Display
 from hybrid3d.run.folder import RunFolder
 from hybrid3d.run.health import Guard
-from hybrid3d.run.logger import Record
+from hybrid3d.run.logger import RunLogger
 from hybrid3d.train.megatron import runtime
 from hybrid3d.train.megatron.engine import MegatronEngine
 from hybrid3d.train.megatron.policy import Policy
@@ -43,7 +43,7 @@ def train_step(recipe: Recipe, folder: RunFolder, with_pass: bool) -> dict[str, 
             return super().logprobs(*arguments)
 
     policy = Counted(read_config(recipe.model.path), recipe, group.rank())
-    guard = Guard(Record(folder, group.rank(), Display(recipe.name, recipe.run.steps, None)))
+    guard = Guard(RunLogger(folder, group.rank(), Display(recipe.name, recipe.run.steps, None)))
     learner = Learner(recipe, Models.of(MegatronEngine(), recipe, policy, group), guard, 0, group)
     decides = experience_maker.come_from_update
     if with_pass:

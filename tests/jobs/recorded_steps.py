@@ -30,7 +30,7 @@ from hybrid3d.run.display import Display
 from hybrid3d.run.folder import RunFolder, checkpoint_folder
 from hybrid3d.run.health import Guard
 from hybrid3d.run.live_settings import LiveSettings
-from hybrid3d.run.logger import Record
+from hybrid3d.run.logger import RunLogger
 from hybrid3d.run.metrics import PhaseTimer, StepMetrics
 from hybrid3d.run.progress import Progress
 from hybrid3d.train.megatron import checkpoint, runtime
@@ -77,10 +77,10 @@ class TrainsMadeUpSamples:
     def progress(self) -> Progress:
         return self.learner.progress
 
-    def other_spans(self, begin: float, end: float) -> dict[int, Any]:
+    def worker_spans(self, begin: float, end: float) -> dict[int, Any]:
         return {}
 
-    def lap_other_peaks(self) -> dict[int, Any]:
+    def pop_worker_peak_memory(self) -> dict[int, Any]:
         return {}
 
     def close(self, recipe: Recipe) -> None:
@@ -145,7 +145,7 @@ def train_run(recipe: Recipe, folder: RunFolder, faults: list[dict[str, Any]]) -
     if rank == 0:
         folder.create(recipe)
     dist.barrier()
-    run_record = Record(folder, rank, Display(recipe.name, recipe.run.steps, None))
+    run_record = RunLogger(folder, rank, Display(recipe.name, recipe.run.steps, None))
     live, guard = LiveSettings(recipe, run_record, {}, group), Guard(run_record)
     roles = TrainsMadeUpSamples(recipe, guard, group)
     models = roles.models

@@ -93,7 +93,7 @@ class Recipe:
         return next(role for role, ranks in self.role_ranks.items() if rank in ranks)
 
     @property
-    def has_serving_ranks(self) -> bool:
+    def has_workers(self) -> bool:
         """Return whether there are ranks that do not train; those that train ask them for samples or rewards."""
         return self.world_size > self.train_ranks
 

@@ -53,7 +53,7 @@ class Answers:
 
 
 @dataclass(frozen=True)
-class Advanced:
+class PartialAnswers:
     """How far a replica has come with its prompts.
 
     Attributes:
@@ -93,7 +93,7 @@ class Replicas(Protocol):
         version: int,
         sampling: Sampling,
         stop: Callable[[], bool] | None = None,
-    ) -> Mapping[int, Advanced]:
+    ) -> Mapping[int, PartialAnswers]:
         """Go on with the prompts of each replica, and with these more, as `PartialRollout` says.
 
         Args:
@@ -202,7 +202,7 @@ class EngineReplicas:
         version: int,
         sampling: Sampling,
         stop: Callable[[], bool] | None = None,
-    ) -> Mapping[int, Advanced]:
+    ) -> Mapping[int, PartialAnswers]:
         assert self._partial is not None, "only partial rollouts advance"
         for prompt in prompts.get(self._engine.replica, ()):
             self._partial.add(prompt)
@@ -214,7 +214,7 @@ class EngineReplicas:
             self._partial.generate(version, count, sampling, stop)
             taken = [answer for group in self._partial.take(count, version) for answer in group.answers.values()]
         dropped, self._reported = self._partial.dropped_tokens - self._reported, self._partial.dropped_tokens
-        return self._of_all_replicas(Advanced(self._answers(taken), self._partial.places, dropped))
+        return self._of_all_replicas(PartialAnswers(self._answers(taken), self._partial.places, dropped))
 
     def score(self, shares: Mapping[int, Sequence[Query]]) -> Mapping[int, Scores]:
         return self._of_all_replicas(self._scorer.score(shares[self._engine.replica] if self._engine.leads else ()))

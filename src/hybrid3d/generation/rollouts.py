@@ -15,8 +15,8 @@ from hybrid3d.generation.partial_rollout import Place, Prompt
 from hybrid3d.generation.replicas import (
     OF_AGENT,
     OF_ENVIRONMENT,
-    Advanced,
     Answers,
+    PartialAnswers,
     Replicas,
     Work,
     shares_of_replicas,
@@ -292,7 +292,7 @@ class PartialRollouts(Rollouts):
 
     def _advance(
         self, version: int, wanted: Mapping[int, int] | None, recipe: Recipe, stop: Callable[[], bool] | None = None
-    ) -> list[Advanced]:
+    ) -> list[PartialAnswers]:
         new, self._new = self._new, {}
         sampling = Sampling.for_training(recipe)
         found = self._replicas.advance(new, wanted, version, sampling, stop)

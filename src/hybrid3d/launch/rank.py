@@ -30,7 +30,7 @@ from hybrid3d.launch.failures import failure_message, failure_record, print_erro
 from hybrid3d.launch.run_secret import adopt_secret, write_secret
 from hybrid3d.launch.supervisor import run_training_rank
 from hybrid3d.launch_environment import BEAT_SECONDS, DISCONNECTED
-from hybrid3d.ledger import RankStart, TrainingStarts
+from hybrid3d.ledger import RankStart, TrainingAttempts
 from hybrid3d.process import (
     adopt_orphans,
     kill_descendants,
@@ -92,7 +92,7 @@ def run_process(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, r
     try:
         adopt_secret(recipe, folder, store, rank)
         on_seen = functools.partial(_report_seen, folder, stderr)
-        role_of = recipe.role_of if recipe.has_serving_ranks else lambda rank: ""
+        role_of = recipe.role_of if recipe.has_workers else lambda rank: ""
         on_deadlock = functools.partial(_end_deadlock, folder, launched, stderr)
         watchdog = Watchdog(store, rank, distributed.world_size(), on_seen, role_of, on_deadlock)
         on_lost = functools.partial(_report_lost_rank, folder, launched, stderr, watchdog.describe_lost)
@@ -171,7 +171,7 @@ def _fail_training(folder: RunFolder, store: Store, lost_rank: int, message: str
     with suppress(OSError):
         write_failure(folder.failure_path(lost_rank), reason, exclusive=True)
     with suppress(dist.DistError):
-        starts = TrainingStarts(store, distributed.world_size())
+        starts = TrainingAttempts(store, distributed.world_size())
         starts.fail(starts.latest())
     os._exit(DISCONNECTED)
 
@@ -256,7 +256,7 @@ def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, rest
 
     The other arguments and the result are those of `run_process`.
     """
-    if not (restarts and recipe.has_serving_ranks) or is_child():
+    if not (restarts and recipe.has_workers) or is_child():
         return run_process(recipe, folder, task, launched or is_child(), restarts)
     rank = distributed.rank()
     if rank not in recipe.role_ranks["train"]:

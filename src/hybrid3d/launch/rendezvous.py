@@ -41,7 +41,7 @@ CHECKS = (
     "and GLOO_SOCKET_IFNAME, where set, name the interface that leads there?"
 )
 
-RankRecord = Mapping[str, Any]
+RankInfo = Mapping[str, Any]
 """How a rank, or a node, was started: what must be equal on all of them, or the mistake that stopped it."""
 
 
@@ -71,7 +71,7 @@ def describe_rank(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def meet(record: RankRecord, members: str = "ranks", again: bool = False) -> Store:
+def meet(record: RankInfo, members: str = "ranks", again: bool = False) -> Store:
     """Write this rank's record, wait for rank 0's answer, and return the store for further use by the ranks.
 
     Args:
@@ -141,7 +141,7 @@ def address() -> str:
     return f"{host}:{port}"
 
 
-def find_differences(records: Sequence[RankRecord], members: str = "ranks") -> list[str]:
+def find_differences(records: Sequence[RankInfo], members: str = "ranks") -> list[str]:
     """Return a line for each key whose value is not equal in all records: its values, and which ranks have them."""
     lines = []
     for key in dict.fromkeys(key for record in records for key in record):
@@ -268,7 +268,7 @@ def _compare_and_answer(store: Store, members: str) -> Store:
     return store
 
 
-def _problems(records: Sequence[RankRecord], members: str) -> list[str]:
+def _problems(records: Sequence[RankInfo], members: str) -> list[str]:
     """Return the mistakes of all ranks, or the differences between their records."""
     mistakes: dict[str, list[int]] = {}
     for number, record in enumerate(records):

@@ -72,7 +72,7 @@ def adopt_secret(recipe: Recipe, folder: RunFolder, store: Store, rank: int) -> 
         SecretError: it is not that of rank 0, or others can read it and roles or agents prove who they are with it.
     """
     path, agents = _path(folder), None if recipe.rollout is None else recipe.rollout.agents
-    is_proof = recipe.has_serving_ranks or agents is not None
+    is_proof = recipe.has_workers or agents is not None
     if rank == 0:
         set_secret(_read(path, is_proof))
         store.set(DIGEST, hashlib.sha256(secret()).hexdigest())

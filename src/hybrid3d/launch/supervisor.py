@@ -27,7 +27,7 @@ from hybrid3d.launch import rendezvous
 from hybrid3d.launch.child import become_parent, start_child
 from hybrid3d.launch.failures import failure_message, find_root_cause, print_error, write_failure
 from hybrid3d.launch_environment import local_rank, rank, run_id
-from hybrid3d.ledger import TrainingStarts
+from hybrid3d.ledger import TrainingAttempts
 from hybrid3d.process import kill_descendants, remove_shared_memory
 from hybrid3d.run import terminal
 from hybrid3d.run.folder import RunFolder
@@ -62,7 +62,7 @@ def run_training_rank(recipe: Recipe, folder: RunFolder, launched: bool) -> int:
         if not error.reported_by_rank_0 and local_rank() == 0:
             print_error(stderr, f"{recipe.name}: {error}")
         return error.code
-    starts, restarts = TrainingStarts(store, recipe.world_size), 0
+    starts, restarts = TrainingAttempts(store, recipe.world_size), 0
     for start in itertools.count():
         code = _wait(child or start_child(start), starts, start)
         no_answer = threading.Timer(ANSWER_SECONDS, os._exit, [1])
@@ -111,7 +111,7 @@ def _connect() -> Store:
         os.close(stderr)
 
 
-def _wait(child: subprocess.Popen[bytes], starts: TrainingStarts, start: int) -> int:
+def _wait(child: subprocess.Popen[bytes], starts: TrainingAttempts, start: int) -> int:
     """Wait until the process ends, or end it if another rank is lost; return its exit code, negative for a signal."""
     failed = threading.Event()
 

@@ -11,7 +11,7 @@ from typing import Any
 from hybrid3d.config import Recipe
 from hybrid3d.rl.kl import KlController
 from hybrid3d.run.bounds import BOUNDS
-from hybrid3d.run.logger import Record
+from hybrid3d.run.logger import RunLogger
 
 GRAD_NORM_HISTORY = 20  # recent gradient norms whose median a spike is compared with
 MIN_GRAD_NORMS = 5  # norms in the history before spikes are detected
@@ -40,7 +40,7 @@ class Guard:
     Every rank must call every method with the same values, so that all ranks take the same decision.
     """
 
-    def __init__(self, record: Record):
+    def __init__(self, record: RunLogger):
         self._record = record
         self._norms: dict[str, deque[float]] = {}  # accepted norms by model
         self._violated: set[str] = set()  # settings whose bounds were violated at the last step

@@ -19,7 +19,7 @@ from hybrid3d.inputs.checks import check_model
 from hybrid3d.storage.user_files import MAX_TEXT_BYTES, UnreadableFile, parse_yaml, read_bytes
 
 if TYPE_CHECKING:
-    from hybrid3d.run.logger import Record
+    from hybrid3d.run.logger import RunLogger
 
 MUTABLE_SETTINGS = (
     "algorithm.clip",
@@ -143,7 +143,7 @@ class LiveSettings:
         recipe: the recipe with the current settings.
     """
 
-    def __init__(self, recipe: Recipe, record: Record, pinned: Settings, group: dist.ProcessGroup):
+    def __init__(self, recipe: Recipe, record: RunLogger, pinned: Settings, group: dist.ProcessGroup):
         """Start with the recipe and the pinned settings, which neither the schedule nor the file can change."""
         self.initial_recipe, self._record, self._pinned = recipe, record, pinned
         self._group = group

@@ -20,7 +20,7 @@ from hybrid3d.run.trackers import Trackers
 SAMPLES_PER_STEP = 4  # written to samples.jsonl
 
 
-class Record:
+class RunLogger:
     """Writes the records of a run and prints its messages. Only rank 0 does; on other ranks methods do nothing."""
 
     def __init__(self, folder: RunFolder, rank: int, display: Display, keeps_events: bool = True):

@@ -42,8 +42,8 @@ def gather_activity(timer: PhaseTimer, group: dist.ProcessGroup, roles: Roles | 
     spans = dict[int, Sequence[Span]]({group.rank(): timer.spans})
     peaks = dict[int, Peaks]({group.rank(): timer.peaks})
     if roles is not None:
-        spans |= roles.other_spans(timer.spans[0][1], timer.spans[-1][2])
-        peaks |= roles.lap_other_peaks()
+        spans |= roles.worker_spans(timer.spans[0][1], timer.spans[-1][2])
+        peaks |= roles.pop_worker_peak_memory()
     found = gather_objects((spans, peaks), group)
     return StepActivity(
         {rank: one for of_rank, _ in found for rank, one in of_rank.items()},

@@ -14,7 +14,7 @@ from hybrid3d.config import Run
 from hybrid3d.distributed import broadcast_object
 from hybrid3d.run.folder import checkpoint_folder, checkpoint_steps
 from hybrid3d.run.identity import RunIdentity
-from hybrid3d.run.logger import Record
+from hybrid3d.run.logger import RunLogger
 from hybrid3d.run.progress import Progress
 from hybrid3d.storage.disk import MOUNTS, CheckpointWriteError, file_system_warning, free_bytes, free_inodes
 from hybrid3d.storage.manifest import (
@@ -41,7 +41,7 @@ class Checkpoints:
         engine: TrainEngine,
         models: TrainedModels,
         replicas: int,
-        record: Record,
+        record: RunLogger,
         group: dist.ProcessGroup,
         identity: RunIdentity | None = None,
         sharding: str = FULLY_RESHARDABLE,

@@ -31,7 +31,7 @@ from hybrid3d.trainer.models import Models
 from hybrid3d.trainer.scorers import make_scorers
 from hybrid3d.trainer.step_experience import Experience
 from hybrid3d.watch.work_meter import record as work_record
-from hybrid3d.workers.roles import OtherRoles
+from hybrid3d.workers.roles import WorkerServer
 
 
 class Colocated:
@@ -56,7 +56,7 @@ class Colocated:
         slots: Sequence[int],
         guard: Guard | None = None,
         weights_of: Path | None = None,
-        others: OtherRoles | None = None,
+        others: WorkerServer | None = None,
         start: int = 0,
     ):
         """
@@ -137,10 +137,10 @@ class Colocated:
         self._learner.restore(progress, recipe)
         self._rollouts.restore(progress.unfinished)
 
-    def other_spans(self, begin: float, end: float) -> Mapping[int, Sequence[Span]]:
+    def worker_spans(self, begin: float, end: float) -> Mapping[int, Sequence[Span]]:
         return {} if self._others is None else self._others.spans(begin, end)
 
-    def lap_other_peaks(self) -> Mapping[int, Peaks]:
+    def pop_worker_peak_memory(self) -> Mapping[int, Peaks]:
         return {} if self._others is None else self._others.lap_peaks()
 
     def close(self, recipe: Recipe) -> None:

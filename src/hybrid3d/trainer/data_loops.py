@@ -24,7 +24,7 @@ from hybrid3d.rl.preference_data import Pair, PairData
 from hybrid3d.rl.preferences import PairObjective, PairScores, PreferenceSettings, score_pairs, token_weights
 from hybrid3d.run.health import Guard
 from hybrid3d.run.live_settings import LiveSettings
-from hybrid3d.run.logger import Record
+from hybrid3d.run.logger import RunLogger
 from hybrid3d.run.metrics import PhaseTimer, StepMetrics
 from hybrid3d.run.progress import Progress
 from hybrid3d.train.dp_split import shares_of
@@ -53,7 +53,7 @@ class DataUpdates(Protocol):
     """Updates the policy with a step's data. All ranks call both methods together.
 
     Attributes:
-        data: the files, by the names of `Record.data`.
+        data: the files, by the names of `RunLogger.data`.
         evaluates: whether there is held-out data to evaluate.
     """
 
@@ -76,7 +76,7 @@ def train_on_data(
     live: LiveSettings,
     guard: Guard,
     checkpoints: Checkpoints,
-    record: Record,
+    record: RunLogger,
     group: dist.ProcessGroup,
 ) -> None:
     """Train from the last checkpoint in the run's folder, or from the start, to the recipe's last step.

@@ -9,12 +9,12 @@ from hybrid3d.distributed import gather_objects
 from hybrid3d.launch_environment import local_world_size
 from hybrid3d.planning.checkpoint_memory import choose_sharding
 from hybrid3d.planning.hardware import total_memory
-from hybrid3d.run.logger import Record
+from hybrid3d.run.logger import RunLogger
 from hybrid3d.train.trained_model import DP_RESHARDABLE, FULLY_RESHARDABLE, TrainedModels, TrainEngine
 
 
 def decide_sharding(
-    recipe: Recipe, engine: TrainEngine, models: TrainedModels, record: Record, group: dist.ProcessGroup
+    recipe: Recipe, engine: TrainEngine, models: TrainedModels, record: RunLogger, group: dist.ProcessGroup
 ) -> str:
     """Return how optimizers are saved: the same on all ranks of the group, which call this together.
 

@@ -18,7 +18,7 @@ from hybrid3d.run.timeline import Span
 from hybrid3d.trainer.step_experience import Experience
 
 
-class Synced(Protocol):
+class SyncResult(Protocol):
     """The report of a sync.
 
     Attributes:
@@ -103,15 +103,15 @@ class Roles(Generator, Trainer, Protocol):
     @property
     def activities(self) -> Mapping[str, str]: ...
 
-    def sync(self, version: int, recipe: Recipe) -> Synced:
+    def sync(self, version: int, recipe: Recipe) -> SyncResult:
         """Sync the policy's weights, which have this version, to the generator."""
         ...
 
-    def other_spans(self, begin: float, end: float) -> Mapping[int, Sequence[Span]]:
+    def worker_spans(self, begin: float, end: float) -> Mapping[int, Sequence[Span]]:
         """Return what each rank that does not run the loop did between two moments, on the first rank."""
         ...
 
-    def lap_other_peaks(self) -> Mapping[int, Peaks]:
+    def pop_worker_peak_memory(self) -> Mapping[int, Peaks]:
         """Return the peak memory of each rank that does not run the loop since the last call, on the first rank."""
         ...
 

@@ -20,7 +20,7 @@ from hybrid3d.generation.rollouts import make_rollouts
 from hybrid3d.generation.samples import RolloutBatch, held_samples
 from hybrid3d.inputs.models import read_config, read_data, read_tokenizer
 from hybrid3d.run.health import Guard
-from hybrid3d.run.logger import Record
+from hybrid3d.run.logger import RunLogger
 from hybrid3d.run.memory import Peaks
 from hybrid3d.run.metrics import StepMetrics, Stopwatch
 from hybrid3d.run.progress import Progress
@@ -36,7 +36,7 @@ from hybrid3d.trainer.scorers import make_scorers
 from hybrid3d.trainer.step_experience import Experience
 from hybrid3d.watch.work_meter import record as work_record
 from hybrid3d.workers.engines import Engines
-from hybrid3d.workers.roles import OtherRoles
+from hybrid3d.workers.roles import WorkerServer
 
 T = TypeVar("T")
 
@@ -84,7 +84,7 @@ class TrainingRank:
         training: TrainEngine,
         store: Store,
         group: dist.ProcessGroup,
-        record: Record,
+        record: RunLogger,
         guard: Guard | None,
         weights_of: Path | None,
         start: int,
@@ -97,7 +97,7 @@ class TrainingRank:
             start: number of this start of the ranks that train.
         """
         self._group = group
-        self._others = OtherRoles(recipe, store, record, start) if group.rank() == 0 else None
+        self._others = WorkerServer(recipe, store, record, start) if group.rank() == 0 else None
         self._engines = None if self._others is None else self._others.engines
         config, tokenizer = read_config(recipe.model.path), read_tokenizer(recipe)
         self.train, self.held_out = read_data(recipe, config, tokenizer)
@@ -249,10 +249,10 @@ class TrainingRank:
         if self._engines is not None:
             self._rollouts.restore(progress.unfinished)
 
-    def other_spans(self, begin: float, end: float) -> Mapping[int, Sequence[Span]]:
+    def worker_spans(self, begin: float, end: float) -> Mapping[int, Sequence[Span]]:
         return {} if self._others is None else self._others.spans(begin, end)
 
-    def lap_other_peaks(self) -> Mapping[int, Peaks]:
+    def pop_worker_peak_memory(self) -> Mapping[int, Peaks]:
         return {} if self._others is None else self._others.lap_peaks()
 
     def close(self, recipe: Recipe) -> None:

@@ -24,7 +24,7 @@ from hybrid3d.reshard.move.device import ON_CUDA
 from hybrid3d.run.folder import checkpoint_folder, recorded_folder
 from hybrid3d.run.health import MAX_EXPLAINED_MISMATCH, Guard
 from hybrid3d.run.live_settings import override_settings
-from hybrid3d.run.logger import Record
+from hybrid3d.run.logger import RunLogger
 from hybrid3d.run.progress import Progress
 from hybrid3d.train.trained_model import TrainEngine
 from hybrid3d.trainer.learner import Learner
@@ -86,7 +86,7 @@ def replay(
     overrides: Sequence[str],
     start: int,
     step: int,
-    record: Record,
+    record: RunLogger,
     group: dist.ProcessGroup,
 ) -> ReplayReport | None:
     """Replay the recorded steps from `start` to `step`. All ranks of the group call it.

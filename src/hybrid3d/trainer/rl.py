@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from hybrid3d.run.health import Guard
 from hybrid3d.run.live_settings import LiveSettings
-from hybrid3d.run.logger import Record
+from hybrid3d.run.logger import RunLogger
 from hybrid3d.run.metrics import PhaseTimer
 from hybrid3d.trainer.activity import gather_activity
 from hybrid3d.trainer.checkpoints import Checkpoints
@@ -23,7 +23,7 @@ def train_rl(
     guard: Guard,
     checkpoints: Checkpoints,
     recorder: StepRecorder,
-    record: Record,
+    record: RunLogger,
     group: dist.ProcessGroup,
 ) -> None:
     """Train from the last checkpoint in the run's folder, or from the start, to the recipe's last step.

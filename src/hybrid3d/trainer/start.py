@@ -27,7 +27,7 @@ from hybrid3d.workers.loop import run_worker
 if TYPE_CHECKING:
     from hybrid3d.run.health import Guard
     from hybrid3d.run.live_settings import LiveSettings
-    from hybrid3d.run.logger import Record
+    from hybrid3d.run.logger import RunLogger
     from hybrid3d.train.trained_model import TrainEngine
     from hybrid3d.trainer.colocated import Colocated
     from hybrid3d.trainer.remote_generator import TrainingRank
@@ -44,7 +44,7 @@ def train(recipe: Recipe, folder: RunFolder, start: RankStart) -> None:
     group = start_training(recipe, start)
     from hybrid3d.run.display import Display
     from hybrid3d.run.live_settings import LiveSettings
-    from hybrid3d.run.logger import Record
+    from hybrid3d.run.logger import RunLogger
     from hybrid3d.train.megatron.runtime import in_use
 
     if rank == 0:
@@ -54,7 +54,7 @@ def train(recipe: Recipe, folder: RunFolder, start: RankStart) -> None:
         logger.info("%s", in_use())
     recovery = distributed.broadcast_object(OomRecovery.from_folder(folder), group)
     with Display(recipe.name, recipe.run.steps, start.console) as display:
-        record = Record(folder, rank, display)
+        record = RunLogger(folder, rank, display)
         if recipe.reward.name == "code" and recipe.scoring_role == "generation" and not recipe.is_split:
             confined_by = sandbox.protection() if rank == 0 else ""
             record.event("sandbox", sandbox.warning(confined_by), confined_by=confined_by)
@@ -82,14 +82,14 @@ def evaluate(recipe: Recipe, folder: RunFolder, step: int, as_json: bool, start:
     if rank not in recipe.role_ranks["train"]:
         return run_worker(recipe, start)
     from hybrid3d.run.display import Display
-    from hybrid3d.run.logger import Record
+    from hybrid3d.run.logger import RunLogger
 
     slots = () if recipe.is_split else _slots(recipe, folder, start)
     group = start_training(recipe, start)
     from hybrid3d.generation.evaluation import format_files, format_result
 
     messages = None if as_json else console
-    record = Record(folder, rank, Display(recipe.name, recipe.run.steps, messages), keeps_events=False)
+    record = RunLogger(folder, rank, Display(recipe.name, recipe.run.steps, messages), keeps_events=False)
     roles = _make_roles(recipe, start, group, slots, record, weights_of=checkpoint_folder(folder, step))
     enter_phase("eval")
     roles.sync(step, recipe)
@@ -120,13 +120,13 @@ def replay(
     rank, console = this.rank, this.console
     group = start_training(recipe, this)
     from hybrid3d.run.display import Display
-    from hybrid3d.run.logger import Record
+    from hybrid3d.run.logger import RunLogger
     from hybrid3d.trainer.replay import print_replay
     from hybrid3d.trainer.replay import replay as replay_steps
 
     enter_phase("replay")
     messages = None if as_json else console
-    record = Record(folder, rank, Display(recipe.name, recipe.run.steps, messages), keeps_events=False)
+    record = RunLogger(folder, rank, Display(recipe.name, recipe.run.steps, messages), keeps_events=False)
     start = distributed.broadcast_object(start, group)  # a run that goes on may have written a checkpoint meanwhile
     report = replay_steps(recipe, train_engine(), overrides, start, step, record, group)
     if report is not None:
@@ -168,7 +168,7 @@ def _make_roles(
     start: RankStart,
     group: dist.ProcessGroup,
     slots: Sequence[int],
-    record: Record,
+    record: RunLogger,
     guard: Guard | None = None,
     weights_of: Path | None = None,
 ) -> Colocated | TrainingRank:
@@ -181,15 +181,15 @@ def _make_roles(
     from hybrid3d.trainer.colocated import Colocated
 
     others = None
-    if recipe.has_serving_ranks and group.rank() == 0:
-        from hybrid3d.workers.roles import OtherRoles
+    if recipe.has_workers and group.rank() == 0:
+        from hybrid3d.workers.roles import WorkerServer
 
-        others = OtherRoles(recipe, store, record, attempt)
+        others = WorkerServer(recipe, store, record, attempt)
     return Colocated(recipe, train_engine(), group, slots, guard, weights_of, others, attempt)
 
 
 def _train_rl(
-    live: LiveSettings, record: Record, start: RankStart, group: dist.ProcessGroup, slots: Sequence[int]
+    live: LiveSettings, record: RunLogger, start: RankStart, group: dist.ProcessGroup, slots: Sequence[int]
 ) -> None:
     from hybrid3d.run.health import Guard
     from hybrid3d.trainer.checkpoints import Checkpoints
@@ -211,7 +211,7 @@ def _train_rl(
 
 
 def _train_on_data(
-    live: LiveSettings, record: Record, start: RankStart, group: dist.ProcessGroup, slots: Sequence[int]
+    live: LiveSettings, record: RunLogger, start: RankStart, group: dist.ProcessGroup, slots: Sequence[int]
 ) -> None:
     from hybrid3d.run.health import Guard
     from hybrid3d.trainer.checkpoints import Checkpoints
@@ -233,6 +233,6 @@ def _train_on_data(
     train_on_data(updates, policy, live, guard, checkpoints, record, group)
 
 
-def _identity(live: LiveSettings, record: Record, group: dist.ProcessGroup) -> RunIdentity | None:
+def _identity(live: LiveSettings, record: RunLogger, group: dist.ProcessGroup) -> RunIdentity | None:
     """Return the identity of a run on the first rank, which writes it, and None on the others."""
     return RunIdentity.of_run(record.folder, live.initial_recipe) if group.rank() == 0 else None

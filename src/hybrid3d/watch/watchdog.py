@@ -84,7 +84,7 @@ class StackSampler:
 
 
 @dataclass
-class Told:
+class RankStatus:
     """What rank 0 has read of a rank.
 
     Attributes:
@@ -133,7 +133,7 @@ class Watchdog:
         self._standing: Standstill | None = None  # of this rank
         self._dumped, self._times_told = False, 0  # whether its stacks are in the log; how often rank 0 was told
         self._has_told = True  # whether rank 0 may have a message that this rank stands, maybe from an earlier process
-        self._told: dict[int, Told] = {}  # of ranks that stand, on rank 0
+        self._told: dict[int, RankStatus] = {}  # of ranks that stand, on rank 0
         self._messages = 0  # how many there were at the last poll
         self._named: set[tuple[int, str]] = set()  # ranks and places
         self._steps_told = 0
@@ -238,10 +238,10 @@ class Watchdog:
         if self._messages == messages and not self._told:
             return
         for rank in range(self._world_size):
-            key, told = _key(rank), self._told.get(rank, Told())
+            key, told = _key(rank), self._told.get(rank, RankStatus())
             message = self._store.get(key).decode() if self._store.check([key]) else ""
             polls = told.polls + 1 if message == told.message else 0
-            self._told[rank] = Told(message, polls, told.seen + 1 if message and polls < STALE_POLLS else 0)
+            self._told[rank] = RankStatus(message, polls, told.seen + 1 if message and polls < STALE_POLLS else 0)
         found = {rank: read_standstill(told.message) for rank, told in self._told.items() if told.seen}
         standing = {r: place for r, place in found.items() if place.seconds > self._limit and self._told[r].seen > 1}
         known = {rank: place for rank, place in found.items() if place.waits or rank in standing}

@@ -12,18 +12,18 @@ from torch.distributed.distributed_c10d import Store
 from hybrid3d.config import Recipe
 from hybrid3d.generation.engine import Sampling
 from hybrid3d.generation.partial_rollout import Prompt
-from hybrid3d.generation.replicas import Advanced, Answers, Work
-from hybrid3d.run.logger import Record
+from hybrid3d.generation.replicas import Answers, PartialAnswers, Work
+from hybrid3d.run.logger import RunLogger
 from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.scoring.scorer import Query, Scores
 from hybrid3d.sync.elastic import Members, tell_lost
 from hybrid3d.workers.channel import Call, Connection, Disconnected, Leave
-from hybrid3d.workers.role_client import WorkerGroup, WorkerGroups
+from hybrid3d.workers.role_client import RoleClient, WorkerGroup
 
 _EPOCHS = "sync/epochs"  # key of the store, with the number of the last one
 
 
-class Engines(WorkerGroups):
+class Engines(RoleClient):
     """Implements `Replicas` for all engines of a run: the groups of the ranks that generate.
 
     An engine that was lost takes part again from the next sync on after it has been started.
@@ -31,7 +31,7 @@ class Engines(WorkerGroups):
 
     activity = "generate"
 
-    def __init__(self, recipe: Recipe, store: Store, record: Record):
+    def __init__(self, recipe: Recipe, store: Store, record: RunLogger):
         super().__init__(recipe, store, record, "generation")
         assert recipe.rollout is not None, "checked when the recipe was read"
         self._per_engine = recipe.rollout.dp
@@ -156,9 +156,11 @@ class Engines(WorkerGroups):
         version: int,
         sampling: Sampling,
         stop: Callable[[], bool] | None = None,
-    ) -> Mapping[int, Advanced]:
+    ) -> Mapping[int, PartialAnswers]:
         arguments = {"version": version, "sampling": sampling}
-        found: Mapping[int, Advanced] = self._ask("advance", {"prompts": prompts, "wanted": wanted}, arguments, stop)
+        found: Mapping[int, PartialAnswers] = self._ask(
+            "advance", {"prompts": prompts, "wanted": wanted}, arguments, stop
+        )
         return found
 
     def score(self, shares: Mapping[int, Sequence[Query]]) -> Mapping[int, Scores]:

@@ -16,7 +16,7 @@ from hybrid3d import distributed
 from hybrid3d.config import Recipe
 from hybrid3d.distributed import clone_store
 from hybrid3d.launch_environment import DISCONNECTED, State
-from hybrid3d.ledger import Progress, RankStart, TrainingStarts
+from hybrid3d.ledger import Progress, RankStart, TrainingAttempts
 from hybrid3d.run.oom_recovery import find_out_of_memory
 from hybrid3d.scoring.code import sandbox
 from hybrid3d.watch.heartbeat import STARTING, enter_phase
@@ -74,7 +74,7 @@ MakeRank = Callable[[Recipe, Store, range, int], RoleRank]
 """Called with the ranks of its group and the number of the group's start."""
 
 
-class Service:
+class WorkerLoop:
     """What a rank that does not train does until the end of the run."""
 
     def __init__(self, recipe: Recipe, store: Store, progress: Progress, make_rank: MakeRank):
@@ -82,7 +82,7 @@ class Service:
         self._role = recipe.role_of(distributed.rank())
         self._outlives_training = recipe.run.max_restarts > 0
         self._starts_store = clone_store(store)  # for threads, too
-        self._starts = TrainingStarts(store, distributed.world_size())
+        self._starts = TrainingAttempts(store, distributed.world_size())
         self._rank: RoleRank | None = None
         self._asked_to_exit = False
 
@@ -211,7 +211,7 @@ def run_worker(recipe: Recipe, start: RankStart) -> None:
         make_rank = RewardRank
         advice = "this rank only computes rewards: raise roles.reward.tp or roles.reward.pp"
     try:
-        Service(recipe, start.store, start.progress, make_rank).run()
+        WorkerLoop(recipe, start.store, start.progress, make_rank).run()
     except RuntimeError as error:
         cause = find_out_of_memory(error)
         if cause is None:

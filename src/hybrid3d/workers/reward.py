@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from hybrid3d.train.model_scorer import ModelScorer
 import itertools
 
-from hybrid3d.run.logger import Record
+from hybrid3d.run.logger import RunLogger
 from hybrid3d.scoring.code import sandbox
 from hybrid3d.scoring.pool_client import GRACE_SECONDS
 from hybrid3d.scoring.pool_worker import BATCH_SECONDS
-from hybrid3d.workers.role_client import WorkerGroup, WorkerGroups
+from hybrid3d.workers.role_client import RoleClient, WorkerGroup
 
 
 class RewardRank:
@@ -101,12 +101,12 @@ def load_model_scorer(recipe: Recipe, path: str, pad_id: int, group: dist.Proces
     return ModelScorer(ValueModel(read_config(path), recipe, group.rank(), path=path), recipe, pad_id, group)
 
 
-class RewardWorkers(WorkerGroups):
+class RewardWorkers(RoleClient):
     """All groups of ranks that compute rewards. What a group that is lost had to score, the others score."""
 
     activity = "reward"
 
-    def __init__(self, recipe: Recipe, store: Store, record: Record):
+    def __init__(self, recipe: Recipe, store: Store, record: RunLogger):
         super().__init__(recipe, store, record, "reward")
         reward = recipe.reward
         self._runs_code = reward.name == "code"

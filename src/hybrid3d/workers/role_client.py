@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import Store
 
 from hybrid3d.config import Recipe
 from hybrid3d.distributed import clone_store
-from hybrid3d.run.logger import Record
+from hybrid3d.run.logger import RunLogger
 from hybrid3d.run.memory import Peaks
 from hybrid3d.run.timeline import Span
 from hybrid3d.watch.heartbeat import read_phase
@@ -85,7 +85,7 @@ CLOSE_SECONDS = 60  # within which ranks have shut down
 KEPT_SPANS = 100  # of each rank
 
 
-class WorkerGroups:
+class RoleClient:
     """All groups of a role. Only the first rank that trains has it.
 
     A group that is lost is started again by what started its ranks. The threads of connections only change which groups
@@ -97,7 +97,7 @@ class WorkerGroups:
 
     activity: str  # what its ranks are busy with
 
-    def __init__(self, recipe: Recipe, store: Store, record: Record, role: str):
+    def __init__(self, recipe: Recipe, store: Store, record: RunLogger, role: str):
         self._role, self._ranks, self._size = role, recipe.role_ranks[role], recipe.worker_group_size(role)
         self._store, self._record = clone_store(store), record
         places = len(self._ranks) // self._size

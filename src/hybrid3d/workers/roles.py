@@ -5,16 +5,16 @@ from __future__ import annotations
 from torch.distributed.distributed_c10d import Store
 
 from hybrid3d.config import Recipe
-from hybrid3d.run.logger import Record
+from hybrid3d.run.logger import RunLogger
 from hybrid3d.run.memory import Peaks
 from hybrid3d.run.timeline import Span
 from hybrid3d.workers.channel import Connection, Disconnected, Register, Server
 from hybrid3d.workers.engines import Engines
 from hybrid3d.workers.reward import RewardWorkers
-from hybrid3d.workers.role_client import WorkerGroups
+from hybrid3d.workers.role_client import RoleClient
 
 
-class OtherRoles:
+class WorkerServer:
     """Accepts the ranks that do not train, and hands each to the groups of its role.
 
     Attributes:
@@ -22,7 +22,7 @@ class OtherRoles:
         reward_workers: those of ranks that only compute rewards; None if there are none.
     """
 
-    def __init__(self, recipe: Recipe, store: Store, record: Record, start: int):
+    def __init__(self, recipe: Recipe, store: Store, record: RunLogger, start: int):
         """
         Args:
             start: number of this start of the ranks that train.
@@ -31,7 +31,7 @@ class OtherRoles:
         self.engines = Engines(recipe, store, record) if recipe.is_split else None
         self.reward_workers = None if recipe.roles.reward.ranks is None else RewardWorkers(recipe, store, record)
         found = {"generation": self.engines, "reward": self.reward_workers}
-        self._roles: dict[str, WorkerGroups] = {role: groups for role, groups in found.items() if groups is not None}
+        self._roles: dict[str, RoleClient] = {role: groups for role, groups in found.items() if groups is not None}
         self._server = Server(store, start, self._register)
 
     def _register(self, connection: Connection) -> None:

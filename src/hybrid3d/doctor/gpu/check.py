@@ -39,7 +39,7 @@ class Check:
     environment: Mapping[str, str | None] = field(default_factory=dict)
 
 
-class Record:
+class CheckLog:
     """The numbers of a check. Each is written when it is measured, so that those before a time limit are kept."""
 
     def __init__(self, file: TextIO):

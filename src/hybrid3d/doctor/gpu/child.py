@@ -9,7 +9,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from hybrid3d.doctor.gpu.check import CheckFailed, CheckSkipped, Record
+from hybrid3d.doctor.gpu.check import CheckFailed, CheckLog, CheckSkipped
 from hybrid3d.errors import set_stream_errors
 
 
@@ -22,7 +22,7 @@ def main(function: str, arguments: str, record_path: str) -> None:
     """
     module, _, name = function.partition(":")
     with Path(record_path).open("a", encoding="utf-8") as file:
-        record = Record(file)
+        record = CheckLog(file)
         try:
             getattr(importlib.import_module(module), name)(record, **json.loads(arguments))
         except CheckSkipped as error:

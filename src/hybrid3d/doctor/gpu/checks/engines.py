@@ -16,7 +16,7 @@ import yaml
 from hybrid3d.certify.tiny_models import CONFIGS, write_checkpoint, write_config
 from hybrid3d.config import Recipe, Rollout, Sync
 from hybrid3d.doctor.gpu import one_rank
-from hybrid3d.doctor.gpu.check import Record, expect
+from hybrid3d.doctor.gpu.check import CheckLog, expect
 from hybrid3d.doctor.gpu.torchrun import run_on_ranks
 
 VERSIONS = 3
@@ -32,7 +32,7 @@ RANK = "hybrid3d.doctor.gpu.checks.engine_rank:sync_and_generate"
 
 
 def live_sync(
-    record: Record,
+    record: CheckLog,
     device: str,
     family: str,
     ranks: int = 1,
@@ -73,7 +73,7 @@ def live_sync(
         expect(found["graphs"], "CUDA graphs are captured")
 
 
-def plan(record: Record, device: str) -> None:
+def plan(record: CheckLog, device: str) -> None:
     """Query both engines about eight ranks with one visible GPU, as `hybrid3d plan` does before GPUs are rented."""
     visible = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]}
     found = _command(["plan"], {"tp": 4, "dp": 2}, {"tp": 4}, visible)
@@ -82,7 +82,7 @@ def plan(record: Record, device: str) -> None:
     expect(found["coverage"] == "exact", f"coverage is {found['coverage']}")
 
 
-def bench(record: Record, device: str) -> None:
+def bench(record: CheckLog, device: str) -> None:
     """Run `hybrid3d bench` on at most two GPUs, or two CPU ranks: each method must move every bit."""
     ranks = min(2, torch.cuda.device_count()) if device == "cuda" else 2
     found = _command(["bench", "--repeats", "3"], {"tp": ranks}, {"tp": 1}, {})

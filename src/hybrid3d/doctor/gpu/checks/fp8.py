@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from hybrid3d.doctor.gpu import one_rank
-from hybrid3d.doctor.gpu.check import Record, expect
+from hybrid3d.doctor.gpu.check import CheckLog, expect
 from hybrid3d.doctor.gpu.checks.transport import self_transport
 from hybrid3d.reshard.files import load_files
 from hybrid3d.reshard.move.device import synchronize
@@ -24,7 +24,7 @@ LARGEST = 448.0  # of float8_e4m3fn
 NAME = "model.layers.0.self_attn.o_proj.weight"
 
 
-def fp8(record: Record, device: str) -> None:
+def fp8(record: CheckLog, device: str) -> None:
     """Read an FP8 checkpoint into memory on the device, and send an FP8 tensor."""
     torch.manual_seed(1)
     weight = torch.randn(SHAPE)

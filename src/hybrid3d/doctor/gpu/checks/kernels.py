@@ -6,11 +6,11 @@ import importlib
 
 import torch
 
-from hybrid3d.doctor.gpu.check import Record, expect
+from hybrid3d.doctor.gpu.check import CheckLog, expect
 from hybrid3d.train.megatron.runtime import FUSE_GRADIENTS, in_use
 
 
-def apex_gradients(record: Record, device: str) -> None:
+def apex_gradients(record: CheckLog, device: str) -> None:
     """Add a bfloat16 weight gradient to a float32 buffer by Apex's kernel, and compare with torch."""
     extension = importlib.import_module("fused_weight_gradient_mlp_cuda")
     torch.manual_seed(1)

@@ -12,7 +12,7 @@ import torch
 from hybrid3d.certify.tiny_models import SIZES, write_checkpoint
 from hybrid3d.config import Rollout
 from hybrid3d.doctor.gpu import one_rank
-from hybrid3d.doctor.gpu.check import Record, expect
+from hybrid3d.doctor.gpu.check import CheckLog, expect
 from hybrid3d.planning.memory import count_parameters, estimate_stages
 from hybrid3d.reshard.move.device import synchronize
 from hybrid3d.reshard.move.memory import DeviceBuffer
@@ -44,7 +44,7 @@ MEDIUM = SIZES | dict(
 PERSISTENT_TOLERANCE, PEAK_TOLERANCE = 0.1, 0.25
 
 
-def arenas(record: Record, device: str) -> None:
+def arenas(record: CheckLog, device: str) -> None:
     """Release and allocate a `DeviceBuffer` again and again; views made once must follow it to its new memory."""
     before = _allocated(device)
     buffer = DeviceBuffer(ARENA_BYTES[device], device)
@@ -75,7 +75,7 @@ def arenas(record: Record, device: str) -> None:
         expect(len(addresses) > 1, "the buffer never moved, so that nothing was shown about its views")
 
 
-def offload(record: Record, device: str) -> None:
+def offload(record: CheckLog, device: str) -> None:
     """Offload tensors to pinned host memory and back, bit for bit, and measure the bandwidth."""
     torch.manual_seed(1)
     count = OFFLOADED_BYTES[device] // 8
@@ -106,7 +106,7 @@ def offload(record: Record, device: str) -> None:
     record(offloaded_bytes=nbytes)
 
 
-def out_of_memory(record: Record, device: str) -> None:
+def out_of_memory(record: CheckLog, device: str) -> None:
     """Run out of GPU memory; the error must lead to a restart with smaller settings, and memory be usable again."""
     blocks: list[torch.Tensor] = []
     try:
@@ -132,7 +132,7 @@ def out_of_memory(record: Record, device: str) -> None:
     expect(torch.ones(1 << 28, device=device).sum().item() == 1 << 28, "memory is not usable afterwards")
 
 
-def planned_memory(record: Record, device: str) -> None:
+def planned_memory(record: CheckLog, device: str) -> None:
     """Measure the GPU memory of training steps, and compare it with what `hybrid3d plan` predicts."""
     with tempfile.TemporaryDirectory() as path:
         folder = write_checkpoint(Path(path), MEDIUM)

@@ -12,7 +12,7 @@ import torch
 from hybrid3d.certify.tiny_models import CONFIGS, write_checkpoint
 from hybrid3d.config import Recipe
 from hybrid3d.doctor.gpu import one_rank
-from hybrid3d.doctor.gpu.check import Record, expect
+from hybrid3d.doctor.gpu.check import CheckLog, expect
 from hybrid3d.rl.objective import sft_loss
 from hybrid3d.train.megatron import checkpoint
 from hybrid3d.train.megatron.policy import Policy
@@ -53,7 +53,7 @@ def _gradients(policy: Policy) -> list[torch.Tensor]:
     return policy._tensors_of("gradients")
 
 
-def stepping(record: Record, device: str) -> None:
+def stepping(record: CheckLog, device: str) -> None:
     """Step the optimizer in buckets and as a whole, with equal gradients: every bit of the weights must be equal."""
     record(kernels=in_use())
     with tempfile.TemporaryDirectory() as path:
@@ -102,7 +102,7 @@ def _expect_equal(first: Policy, second: Policy, when: str) -> None:
     expect(not differing, f"{when}: the weights differ in {len(differing)} tensors, such as {differing[:1]}")
 
 
-def first_checkpoint(record: Record, device: str) -> None:
+def first_checkpoint(record: CheckLog, device: str) -> None:
     """Write a checkpoint before the first update, load it into another model, and step both: equal in every bit."""
     record(kernels=in_use())
     with tempfile.TemporaryDirectory() as path:

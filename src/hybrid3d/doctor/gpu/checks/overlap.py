@@ -16,7 +16,7 @@ import torch
 from hybrid3d.certify.tiny_models import SIZES, write_checkpoint
 from hybrid3d.config import Recipe, Sync
 from hybrid3d.doctor.gpu import one_rank
-from hybrid3d.doctor.gpu.check import Record, expect
+from hybrid3d.doctor.gpu.check import CheckLog, expect
 from hybrid3d.doctor.gpu.host_waits import no_synchronization
 from hybrid3d.reshard.ends import PlainSink
 from hybrid3d.reshard.move.device import SideStream, Stream, synchronize
@@ -74,7 +74,7 @@ class MarkedStream:
             self.marks.append((before, self.clock.mark()))
 
 
-def overlap(record: Record, device: str, must_overlap: bool) -> None:
+def overlap(record: CheckLog, device: str, must_overlap: bool) -> None:
     """Update a model several times, each time syncing its optimizer buckets as they are ready, and compare all bits.
 
     Args:

@@ -9,7 +9,7 @@ import torch
 from hybrid3d.certify.tiny_models import CONFIGS
 from hybrid3d.config import Train
 from hybrid3d.doctor.gpu import one_rank
-from hybrid3d.doctor.gpu.check import Record, expect
+from hybrid3d.doctor.gpu.check import CheckLog, expect
 from hybrid3d.reshard.plan.layout import Holdings
 from hybrid3d.train.megatron.build import build_model
 from hybrid3d.train.megatron.probe import holdings_of
@@ -22,7 +22,7 @@ LAYOUTS = {
 }
 
 
-def ask_on_meta(record: Record, device: str) -> None:
+def ask_on_meta(record: CheckLog, device: str) -> None:
     """Query Megatron about ranks of layouts that are not here, and compare TP1 with a model that is built."""
     gpus = torch.cuda.device_count() if device == "cuda" else 0
     own = gpus - 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hybrid3d.doctor.gpu.check import CheckFailed, Record, expect
+from hybrid3d.doctor.gpu.check import CheckFailed, CheckLog, expect
 from hybrid3d.rollout.sleep_allocator import load_sleep_allocator
 from hybrid3d.run.oom_recovery import find_out_of_memory
 
@@ -17,7 +17,7 @@ ROUNDS = 3
 KEPT = ("runtime", "cudagraph")  # what vLLM's level 2 keeps, in `sleep_mode_backend.py`
 
 
-def sleep_graph(record: Record, device: str) -> None:
+def sleep_graph(record: CheckLog, device: str) -> None:
     """Put weights and a KV cache to sleep as `RolloutEngine.sleep` does, wake them one by one, and replay a graph."""
     allocator = load_sleep_allocator()
     torch.manual_seed(1)
@@ -77,7 +77,7 @@ def _capture(forward: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGr
     return graph
 
 
-def wake_out_of_memory(record: Record, device: str) -> None:
+def wake_out_of_memory(record: CheckLog, device: str) -> None:
     """Wake memory for which there is no room: the allocator's error must be recognized as out of memory."""
     allocator = load_sleep_allocator()
     with allocator.use_memory_pool("weights"):

@@ -22,7 +22,7 @@ import torch
 from hybrid3d.certify.tiny_models import CONFIGS, write_checkpoint
 from hybrid3d.config import Recipe
 from hybrid3d.doctor.gpu import one_rank
-from hybrid3d.doctor.gpu.check import Record, expect
+from hybrid3d.doctor.gpu.check import CheckLog, expect
 from hybrid3d.families import Config
 from hybrid3d.reshard.move.device import synchronize
 from hybrid3d.rl.objective import sft_loss
@@ -42,7 +42,7 @@ TOLERANCE = {"float32": (1e-4, 1e-3), "bfloat16": (2e-2, 5e-2)}
 FP8_TOLERANCE = (5e-2, 2e-1)  # assumed: it has not been measured yet
 
 
-def training(record: Record, device: str, family: str) -> None:
+def training(record: CheckLog, device: str, family: str) -> None:
     """Take three steps in each dtype and variant, and compare their losses and gradient norms with the stored ones."""
     record(kernels=in_use())
     with tempfile.TemporaryDirectory() as folder:
@@ -59,13 +59,13 @@ def training(record: Record, device: str, family: str) -> None:
     record(peak_bytes=peak_memory())
 
 
-def with_transformer_engine(record: Record, device: str) -> None:
+def with_transformer_engine(record: CheckLog, device: str) -> None:
     """Take the steps of a dense model, packed ones too, with Transformer Engine's layers."""
     expect(USE_TE, f"Transformer Engine is installed and not used: {in_use()}")
     training(record, device, "dense")
 
 
-def in_fp8(record: Record, device: str) -> None:
+def in_fp8(record: CheckLog, device: str) -> None:
     """Take three steps of dense layers and of experts with each kind of FP8, and compare them with bfloat16's."""
     expect(USE_TE, f"Transformer Engine is installed and not used: {in_use()}")
     one_rank.start()

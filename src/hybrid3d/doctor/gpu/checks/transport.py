@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from hybrid3d.bench.values import SyntheticWeights, fill, wrong
 from hybrid3d.doctor.gpu import one_rank
-from hybrid3d.doctor.gpu.check import Record, expect
+from hybrid3d.doctor.gpu.check import CheckLog, expect
 from hybrid3d.reshard.ends import NamedTensors
 from hybrid3d.reshard.move.device import SideStream, synchronize
 from hybrid3d.reshard.move.device import device as own_device
@@ -66,7 +66,7 @@ def self_transport(group: dist.ProcessGroup) -> Transport:
     return make_transport(own_device(), group, ranks_per_node=1) if own_device().type == "cuda" else _Copies()
 
 
-def sends_to_itself(record: Record, device: str) -> None:
+def sends_to_itself(record: CheckLog, device: str) -> None:
     """Send a contiguous tensor directly and a strided one through staging, on a side stream, 50 times.
 
     Each time the tensors have other values, the staging memory is released, and checksums of both ends are compared.
@@ -180,7 +180,7 @@ class _Arrival:
         self._corrupt(self._arriving)
 
 
-def executors(record: Record, device: str) -> None:
+def executors(record: CheckLog, device: str) -> None:
     """Sync between two executors on one rank, verified; then with one bit flipped on the way, which must be found."""
     transport, side = self_transport(one_rank.start()), SideStream()
     holdings, demand, held, wanted = _two_ranks(ROWS[device] // 4, device)

@@ -12,7 +12,7 @@ from hybrid3d.bench.wire import allocate
 from hybrid3d.certify.tiny_models import CONFIGS
 from hybrid3d.config import Sync, Train
 from hybrid3d.doctor.gpu import one_rank
-from hybrid3d.doctor.gpu.check import Record, expect
+from hybrid3d.doctor.gpu.check import CheckLog, expect
 from hybrid3d.doctor.gpu.host_waits import no_synchronization
 from hybrid3d.doctor.gpu.torchrun import run_on_ranks
 from hybrid3d.reshard.ends import NamedTensors, PlainSink, PlainSource
@@ -30,7 +30,7 @@ BUCKET_MIB = {"cuda": 16, "cpu": 0.25}
 SYNCS = 10
 
 
-def two_ranks(record: Record, device: str) -> None:
+def two_ranks(record: CheckLog, device: str) -> None:
     """Sync from TP2 to tensors that are whole on both ranks, verified, at once and as beside an update."""
     record(**run_on_ranks(2, f"{__name__}:sync_between_ranks", device=device))
 
