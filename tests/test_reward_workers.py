@@ -151,3 +151,15 @@ def test_functions_get_texts_alone(workers: RewardWorkers, store: dist.Store) ->
     assert [len(tokens) for tokens in ranks[2].tokens + ranks[4].tokens] == [1] * 4
     assert WorkerScorer(workers, "function").score(QUERIES).rewards == REWARDS
     assert [len(tokens) for tokens in ranks[2].tokens[2:] + ranks[4].tokens[2:]] == [0] * 6
+
+
+@pytest.mark.parametrize(("most", "calls"), [(4, [8, 8]), (14, [8, 8]), (16, [16])])
+def test_a_call_has_whole_prompts_and_at_least_one(
+    workers: RewardWorkers, store: dist.Store, most: int, calls: list[int]
+) -> None:
+    """Of four prompts with eight answers each, two groups score equally many."""
+    ranks = {rank: RewardRank(rank, store) for rank in range(2, 6)}
+    workers._most = most
+    queries = [replace(QUERIES[0], prompt_number=i // 8) for i in range(32)]
+    assert workers.score(queries, "function").rewards == [1.0] * 32
+    assert [len(call) for call in ranks[2].scored] == [len(call) for call in ranks[4].scored] == calls

@@ -170,6 +170,7 @@ def test_a_reward_model_leaves_the_reward_by_name_to_held_out_answers(rollouts: 
     assert [(one.reward, one.weight_version) for one in batch.samples] == [(1.0, 6)] * 8
     assert asked == ["right"] * 8
     rollouts._scorers = Scorers(None, by_function)
+    rollouts._recipe = replace(rollouts._recipe, reward=replace(rollouts._recipe.reward, model="judge"))
     batch = rollouts.generate_batch(4, 0, recipe_of(0))
     assert ([one.reward for one in batch.samples], batch.zero_variance_groups) == ([0.0] * 8, 0)
     assert len(asked) == 8

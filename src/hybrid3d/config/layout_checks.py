@@ -1,6 +1,6 @@
 """Checks whether a recipe fits a model, and suggests values that would.
 
-Every problem names the keys whose values could solve it. The values that a message suggests for a key have been
+Every problem names the settings whose values could solve it. The values that a message suggests for a key have been
 tried: with them, the recipe has no problem with that key.
 """
 
@@ -47,10 +47,10 @@ def check_layout(recipe: Recipe, model: ModelShape, *, device: Device | None) ->
         valid_values: dict[str, list[str]] = {}
         lines = []
         for problem in problems:
-            for key in problem.keys if not problem.fix else ():
+            for key in problem.settings if not problem.fix else ():
                 if key not in valid_values:
                     valid_values[key] = _nearest_valid_values(recipe, model, device, key)
-            lines.append(f"{problem.message}: {problem.fix or _suggestion(problem.keys, valid_values)}")
+            lines.append(f"{problem.message}: {problem.fix or _suggestion(problem.settings, valid_values)}")
         raise RecipeError(f"recipe {recipe.name} does not fit its model", lines)
 
 
@@ -66,7 +66,7 @@ def _nearest_valid_values(recipe: Recipe, model: ModelShape, device: Device | No
         if key == "head_dim":
             return True
         tried = replace(recipe, **{section: replace(getattr(recipe, section), **{name: candidate})})
-        return not any(key in problem.keys for problem in find_layout_problems(tried, model, device))
+        return not any(key in problem.settings for problem in find_layout_problems(tried, model, device))
 
     below = next((n for n in reversed(candidates) if n < value and is_valid(n)), None)
     above = next((n for n in candidates if n > value and is_valid(n)), None)

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from hybrid3d.config.algorithms import GROUP_ADVANTAGES
 from hybrid3d.config.quantization_rules import BLOCK, misaligned_dims, quantized_shares
+from hybrid3d.config.refusals import (
+    MEGATRON,
+    TRANSFORMER_ENGINE,
+    VLLM,
+    Refusal,
+    arithmetic,
+    by_engine,
+    definition,
+    not_built,
+)
 from hybrid3d.config.schema import Rule
 
 if TYPE_CHECKING:
@@ -31,22 +41,7 @@ STAGE_SETTINGS = ("first_stage_layers", "last_stage_layers")
 MAX_PROMPTS = 2**20
 
 
-@dataclass(frozen=True)
-class LayoutProblem:
-    """A way in which a recipe does not fit its model.
-
-    Attributes:
-        keys: settings for which valid values are suggested; the first one is refused.
-        message: what is wrong, with both values.
-        fix: the suggestion, if it is not a value of `keys` that can be searched for.
-    """
-
-    keys: tuple[str, ...]
-    message: str
-    fix: str = ""
-
-
-def find_layout_problems(recipe: Recipe, model: ModelShape, device: Device | None) -> list[LayoutProblem]:
+def find_layout_problems(recipe: Recipe, model: ModelShape, device: Device | None) -> list[Refusal]:
     """Return all problems that `check_layout` reports, without the suggested values."""
     problems = [*_check_support(recipe, model, device), *_check_train_layout(recipe, model)]
     ranks = None if problems else recipe.generation_ranks
@@ -55,7 +50,7 @@ def find_layout_problems(recipe: Recipe, model: ModelShape, device: Device | Non
     return [*problems, *_check_rollout_limits(recipe, model, device), *_check_batch(recipe, replicas)]
 
 
-def _check_support(recipe: Recipe, model: ModelShape, device: Device | None) -> Iterator[LayoutProblem]:
+def _check_support(recipe: Recipe, model: ModelShape, device: Device | None) -> Iterator[Refusal]:
     """Yield settings for features that the model does not have or this version does not support."""
     train, rollout = recipe.train, recipe.rollout
     if model.experts is None:
@@ -63,48 +58,48 @@ def _check_support(recipe: Recipe, model: ModelShape, device: Device | None) -> 
         for axis in ("ep", "etp"):
             if getattr(train, axis) > 1:
                 message = f"train.{axis}={getattr(train, axis)} {reason}"
-                yield LayoutProblem((f"train.{axis}",), message, "the only valid value is 1")
+                yield definition(f"train.{axis}", message, "the only valid value is 1")
         if train.expert_bias_update_rate:
             message = f"train.expert_bias_update_rate={train.expert_bias_update_rate:g}: this model has no router"
-            yield LayoutProblem(("train.expert_bias_update_rate",), message, "the only valid value is 0")
+            yield definition("train.expert_bias_update_rate", message, "the only valid value is 0")
         if train.router_replay != "none":
             message = f"train.router_replay={train.router_replay}: this model has no experts to choose"
-            yield LayoutProblem(("train.router_replay",), message, "the only valid value is none")
+            yield definition("train.router_replay", message, "the only valid value is none")
         if rollout is not None and rollout.expert_parallel:
             message = f"rollout.expert_parallel=true {reason}"
-            yield LayoutProblem(("rollout.expert_parallel",), message, "the only valid value is false")
+            yield definition("rollout.expert_parallel", message, "the only valid value is false")
     elif rollout is not None and rollout.expert_parallel and device == "cpu":
-        yield LayoutProblem(
-            ("rollout.expert_parallel",),
+        yield by_engine(
+            VLLM,
+            "rollout.expert_parallel",
             "rollout.expert_parallel=true: vLLM 0.32.0 does not support expert parallelism on CPU",
             "the only valid value here is false, which shards experts over rollout.tp",
         )
     if recipe.syncs_adapters and model.experts is not None and device == "cpu":
         message = "lora.sync=adapter: vLLM 0.32.0 has no adapters of models with experts on CPU"
-        yield LayoutProblem(("lora.sync",), message, "the only valid value here is merged")
+        yield by_engine(VLLM, "lora.sync", message, "the only valid value here is merged")
     if recipe.syncs_adapters and recipe.model.dtype == "float32" and device == "cuda":
         message = "lora.sync=adapter: with model.dtype=float32 vLLM 0.32.0 has no adapters on GPUs"
-        yield LayoutProblem(("lora.sync", "model.dtype"), message, "set model.dtype=bfloat16, or lora.sync=merged")
+        yield by_engine(VLLM, "lora.sync model.dtype", message, "set model.dtype=bfloat16, or lora.sync=merged")
     if train.fp8 != "none" and device == "cpu":
         message = f"train.fp8={train.fp8}: Transformer Engine multiplies in FP8, on GPUs only"
-        yield LayoutProblem(("train.fp8",), message, "the only valid value here is none")
+        yield by_engine(TRANSFORMER_ENGINE, "train.fp8", message, "the only valid value here is none")
     if rollout is not None and rollout.dp > 1 and not rollout.expert_parallel:
-        yield LayoutProblem(
-            ("rollout.dp",),
+        yield definition(
+            "rollout.dp rollout.expert_parallel",
             f"rollout.dp={rollout.dp} joins engines that share experts, but rollout.expert_parallel=false",
             "set rollout.dp=1 (engines that share no experts need no setting)"
             + (", or expert_parallel: true" if model.experts is not None and device != "cpu" else ""),
         )
 
 
-def _check_train_layout(recipe: Recipe, model: ModelShape) -> Iterator[LayoutProblem]:
+def _check_train_layout(recipe: Recipe, model: ModelShape) -> Iterator[Refusal]:
     train, rules = recipe.train, [*_attention_rules(model), *_mlp_rules(model)]
     yield from _check_rules("train.tp", train.tp, rules)
     yield from _check_stages(recipe, model.num_layers)
     yield from _check_context(recipe)
     if train.fp8 != "none":
-        for setting, message in misaligned_dims(train, model):
-            yield LayoutProblem((setting,), message, "leave train.fp8 out")
+        yield from misaligned_dims(train, model)
     if model.experts is None:
         return
     ep_rules = [_divides(model.experts.count, "the number of experts")]
@@ -113,14 +108,14 @@ def _check_train_layout(recipe: Recipe, model: ModelShape) -> Iterator[LayoutPro
     yield from problems
     stage_ranks, expert_ranks = train.tp * train.cp * train.dp, train.ep * train.etp
     if stage_ranks % expert_ranks and not problems:
-        yield LayoutProblem(
-            ("train.ep", "train.etp"),
+        yield arithmetic(
+            "train.ep train.etp",
             f"train.ep*etp={train.ep}*{train.etp}={expert_ranks} does not divide the train.tp*cp*dp={stage_ranks} "
             "ranks of a pipeline stage, over which experts are distributed",
         )
 
 
-def _check_context(recipe: Recipe) -> Iterator[LayoutProblem]:
+def _check_context(recipe: Recipe) -> Iterator[Refusal]:
     """Check that the longest sequence divides into two chunks for each context-parallel rank, which have equal work."""
     cp, rollout = recipe.train.cp, recipe.rollout
     if rollout is not None and cp > 1 and rollout.max_model_len % (2 * cp):
@@ -128,23 +123,23 @@ def _check_context(recipe: Recipe) -> Iterator[LayoutProblem]:
             f"train.cp={cp} divides sequences into 2*{cp}={2 * cp} chunks, and rollout.max_model_len="
             f"{rollout.max_model_len} is not a multiple of {2 * cp}"
         )
-        yield LayoutProblem(("train.cp", "rollout.max_model_len"), message)
+        yield arithmetic("train.cp rollout.max_model_len", message)
 
 
-def _check_stages(recipe: Recipe, layers: int) -> Iterator[LayoutProblem]:
+def _check_stages(recipe: Recipe, layers: int) -> Iterator[Refusal]:
     """Check pipeline stages: first and last stage may have explicit layer counts, the others share the rest equally."""
     pp, vpp = recipe.train.pp, recipe.train.vpp
     settings = {f"train.{key}": getattr(recipe.train, key) for key in STAGE_SETTINGS}
     explicit = {key: value for key, value in settings.items() if value is not None}
     if explicit and pp == 1:
         for key, value in explicit.items():
-            yield LayoutProblem((key,), f"{key}={value} needs several stages, but train.pp=1 has one", "set it to null")
+            yield definition(key, f"{key}={value} needs several stages, but train.pp=1 has one", "set it to null")
         return
     rest, others = layers - sum(explicit.values()), pp - len(explicit)
     share = rest // others if others else 0
     if explicit and (share * others != rest or (others and share < 1)):
-        yield LayoutProblem(
-            (*explicit, "train.pp"),
+        yield arithmetic(
+            f"{' '.join(explicit)} train.pp",
             f"{' and '.join(f'{key}={value}' for key, value in explicit.items())} leave {rest} of "
             f"num_hidden_layers={layers} to {others} other stages, which must have the same number of "
             "layers, 1 or more",
@@ -159,7 +154,7 @@ def _check_stages(recipe: Recipe, layers: int) -> Iterator[LayoutProblem]:
             f"train.vpp={vpp}: with explicit layers of the first and last stage, Megatron interleaves only if there "
             "are other stages"
         )
-        yield LayoutProblem(("train.vpp",), message, "set train.vpp=1")
+        yield by_engine(MEGATRON, "train.vpp", message, "set train.vpp=1")
         return
     divided = f"num_hidden_layers/train.pp={layers}/{pp}={share}" if not explicit else "the layers of each stage"
     sizes = [*explicit.values(), *([share] if others else [])]
@@ -169,10 +164,10 @@ def _check_stages(recipe: Recipe, layers: int) -> Iterator[LayoutProblem]:
     if vpp > 1 and pp == 1:
         message = f"train.vpp={vpp} interleaves pipeline stages, but train.pp=1 has one"
         fix = "set train.vpp=1" + (", or train.pp=2" if layers % (2 * vpp) == 0 else "")
-        yield LayoutProblem(("train.vpp",), message, fix)
+        yield definition("train.vpp", message, fix)
 
 
-def _check_rollout_layout(recipe: Recipe, model: ModelShape, ranks: int | None) -> Iterator[LayoutProblem]:
+def _check_rollout_layout(recipe: Recipe, model: ModelShape, ranks: int | None) -> Iterator[Refusal]:
     """Check vLLM's layout.
 
     Args:
@@ -208,20 +203,20 @@ def _check_rollout_layout(recipe: Recipe, model: ModelShape, ranks: int | None) 
         return
     slots = rollout.tp * rollout.dp
     if ranks is not None and ranks % slots:
-        yield LayoutProblem(
-            ("rollout.dp", "rollout.tp"),
+        yield arithmetic(
+            "rollout.dp rollout.tp",
             f"rollout.dp={rollout.dp}: rollout.tp*dp={rollout.tp}*{rollout.dp}={slots} does not divide {all_ranks} "
             "into engines",
         )
     elif shared_experts is not None and slots > shared_experts.count:
-        yield LayoutProblem(
-            ("rollout.dp", "rollout.tp"),
+        yield arithmetic(
+            "rollout.dp rollout.tp",
             f"rollout.dp={rollout.dp}: rollout.tp*dp={rollout.tp}*{rollout.dp}={slots} ranks of an engine are more "
             f"than the {shared_experts.count} experts that they share",
         )
 
 
-def _check_blocks(rollout: Rollout, model: ModelShape) -> Iterator[LayoutProblem]:
+def _check_blocks(rollout: Rollout, model: ModelShape) -> Iterator[Refusal]:
     """Check that each rank of vLLM has whole blocks of quantized weights."""
     if rollout.quantization is None:
         return
@@ -230,44 +225,48 @@ def _check_blocks(rollout: Rollout, model: ModelShape) -> Iterator[LayoutProblem
         if share.fits(rollout.tp):
             continue
         if not share.fits(1):
+            key, fix = "rollout.quantization", "leave rollout.quantization out"
             message = f"{setting} {share.what}={share.on_each(1):g} is not a multiple of it"
-            yield LayoutProblem(("rollout.quantization",), message, "leave rollout.quantization out")
         else:
+            key, fix = "rollout.tp", ""
             message = (
                 f"rollout.tp={rollout.tp}: {setting} {share.what}={share.size} gives each rank "
                 f"{share.on_each(rollout.tp):g}, which is not a multiple of it"
             )
-            yield LayoutProblem(("rollout.tp",), message)
+        if share.is_expert:  # vLLM can divide their blocks (`refine_fp8_moe_block_shape`); no sync plans that
+            yield not_built(key, message, fix)
+        else:
+            yield by_engine(VLLM, key, message, fix)
 
 
-def _check_rollout_limits(recipe: Recipe, model: ModelShape, device: Device | None) -> Iterator[LayoutProblem]:
+def _check_rollout_limits(recipe: Recipe, model: ModelShape, device: Device | None) -> Iterator[Refusal]:
     if recipe.rollout is None:
         return
-    if device == "cpu" and model.latents is None:
-        attention = Rule(lambda n: n in CPU_HEAD_DIMS, "is not supported by vLLM's attention on CPU")
-        yield from _check_rules("head_dim", model.head_dim, [attention])
+    if device == "cpu" and model.latents is None and model.head_dim not in CPU_HEAD_DIMS:
+        message = f"head_dim={model.head_dim} is not supported by vLLM's attention on CPU"
+        yield by_engine(VLLM, "head_dim", message)
     if device == "cpu" and model.latents is not None:
         latent_dim = model.latents.kv_rank + model.latents.rope
         if latent_dim != _CPU_LATENT_DIM:
-            yield LayoutProblem(
-                ("kv_lora_rank", "qk_rope_head_dim"),
+            yield by_engine(
+                VLLM,
+                "kv_lora_rank qk_rope_head_dim",
                 f"kv_lora_rank+qk_rope_head_dim={model.latents.kv_rank}+{model.latents.rope}={latent_dim}",
                 f"vLLM's latent attention on CPU supports only {_CPU_LATENT_DIM}",
             )
     total, new, limit = recipe.rollout.max_model_len, recipe.rollout.max_new_tokens, model.max_position_embeddings
     if new >= total:
-        keys = ("rollout.max_new_tokens", "rollout.max_model_len")
         message = f"rollout.max_new_tokens={new} leaves no room for a prompt in rollout.max_model_len={total}"
         fix = f"at most {total - 1}" if total > 1 else "set rollout.max_model_len to 2 or more"
-        yield LayoutProblem(keys, message, fix)
+        yield arithmetic("rollout.max_new_tokens rollout.max_model_len", message, fix)
     if total > limit:
         message = f"rollout.max_model_len={total} is more than max_position_embeddings={limit}"
-        yield LayoutProblem(("rollout.max_model_len",), message, f"at most {limit}")
+        yield arithmetic("rollout.max_model_len", message, f"at most {limit}")
     if device == "cpu":
         yield from _check_kv_cache(recipe, recipe.rollout, model)
 
 
-def _check_kv_cache(recipe: Recipe, rollout: Rollout, model: ModelShape) -> Iterator[LayoutProblem]:
+def _check_kv_cache(recipe: Recipe, rollout: Rollout, model: ModelShape) -> Iterator[Refusal]:
     """Check that the longest sequence and one block fit, as vLLM 0.32.0 requires (`check_enough_kv_cache_memory`)."""
     itemsize = 4 if recipe.model.dtype == "float32" else 2
     if model.latents is not None:
@@ -283,10 +282,10 @@ def _check_kv_cache(recipe: Recipe, rollout: Rollout, model: ModelShape) -> Iter
             f"rollout.kv_cache_gib={rollout.kv_cache_gib:g} has no room for a sequence of "
             f"rollout.max_model_len={rollout.max_model_len} tokens, which takes {needed / 2**30:.4f} GiB"
         )
-        yield LayoutProblem(("rollout.kv_cache_gib",), message, f"at least {minimum:g}")
+        yield arithmetic("rollout.kv_cache_gib", message, f"at least {minimum:g}")
 
 
-def _check_batch(recipe: Recipe, replicas: int | None) -> Iterator[LayoutProblem]:
+def _check_batch(recipe: Recipe, replicas: int | None) -> Iterator[Refusal]:
     """Check the sizes of a step's batches.
 
     Args:
@@ -300,7 +299,7 @@ def _check_batch(recipe: Recipe, replicas: int | None) -> Iterator[LayoutProblem
         scale = f"algorithm.advantage_scale={combined.advantage_scale}"
         what = algorithm.name if combined.advantage in GROUP_ADVANTAGES else scale
         fix = f"{what} compares samples of one prompt, so it needs 2 or more"
-        yield LayoutProblem(("algorithm.samples_per_prompt",), f"algorithm.samples_per_prompt={samples}", fix)
+        yield arithmetic("algorithm.samples_per_prompt", f"algorithm.samples_per_prompt={samples}", fix)
     factors = _batch_factors(recipe)
     unit = sequences_multiple(recipe)
     product = f"{'*'.join(factors)}={'*'.join(map(str, factors.values()))}={unit}"
@@ -380,8 +379,8 @@ def _divides(size: int, what: str, sign: str = " ") -> Rule:
     return Rule(lambda n: size % n == 0, f"does not divide {what}{sign}{size}")
 
 
-def _check_rules(key: str, value: int, rules: Sequence[Rule]) -> Iterator[LayoutProblem]:
-    """Yield a problem for each rule that `value` violates."""
+def _check_rules(key: str, value: int, rules: Sequence[Rule]) -> Iterator[Refusal]:
+    """Yield a record of each rule that `value` violates."""
     for rule in rules:
         if not rule.is_satisfied(value):
-            yield LayoutProblem((key,), f"{key}={value} {rule.description}")
+            yield arithmetic(key, f"{key}={value} {rule.description}")

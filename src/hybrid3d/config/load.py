@@ -39,7 +39,7 @@ def read_recipe(raw: object, subject: str, problems: list[str]) -> Recipe:
     """
     recipe = read_section(Recipe, raw, "", problems)
     if recipe is not None:
-        problems.extend(validate_recipe(recipe))
+        problems.extend(refusal.message for refusal in validate_recipe(recipe))
     if recipe is None or problems:
         raise RecipeError(subject, problems)
     return recipe

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hybrid3d.config.refusals import TRANSFORMER_ENGINE, VLLM, Refusal, by_engine, definition, not_built
+
 if TYPE_CHECKING:
     from hybrid3d.config.model_shape import ModelShape
     from hybrid3d.config.recipe import Recipe
@@ -15,29 +17,33 @@ BLOCK = 128
 FP8_ALIGNMENT = 16  # of each dim of a matrix that is multiplied in FP8, tokens too
 
 
-def check_quantization(recipe: Recipe) -> Iterator[str]:
+def check_quantization(recipe: Recipe) -> Iterator[Refusal]:
     """Yield what cannot be combined with a quantized rollout."""
     if recipe.rollout is None or recipe.rollout.quantization is None:
         return
     setting = f"rollout.quantization={recipe.rollout.quantization}"
     if recipe.model.dtype != "bfloat16":
-        yield (
+        yield by_engine(
+            VLLM,
+            "rollout.quantization model.dtype",
             f"{setting}: vLLM 0.32.0 computes with weights in FP8 in bfloat16, and model.dtype={recipe.model.dtype}: "
-            "set model.dtype=bfloat16, or leave rollout.quantization out"
+            "set model.dtype=bfloat16, or leave rollout.quantization out",
         )
     if recipe.syncs_adapters:
-        yield (
+        yield not_built(
+            "lora.sync rollout.quantization",
             f"lora.sync=adapter: with {setting} the weights below adapters would be quantized, which this version does "
-            "not support: set lora.sync=merged, or leave rollout.quantization out"
+            "not support: set lora.sync=merged, or leave rollout.quantization out",
         )
 
 
-def check_fp8_training(recipe: Recipe) -> Iterator[str]:
+def check_fp8_training(recipe: Recipe) -> Iterator[Refusal]:
     """Yield what cannot be combined with training in FP8."""
     if recipe.train.fp8 != "none" and recipe.model.dtype != "bfloat16":
-        yield (
+        yield definition(
+            "train.fp8 model.dtype",
             f"train.fp8={recipe.train.fp8}: the matrices that are multiplied in FP8 are quantized from bfloat16, and "
-            f"model.dtype={recipe.model.dtype}: set model.dtype=bfloat16, or leave train.fp8 out"
+            f"model.dtype={recipe.model.dtype}: set model.dtype=bfloat16, or leave train.fp8 out",
         )
 
 
@@ -64,15 +70,16 @@ class Share:
         return self.on_each(tp) % BLOCK == 0
 
 
-def misaligned_dims(train: Train, model: ModelShape) -> Iterator[tuple[str, str]]:
-    """Yield each dim of a rank's matrices that Transformer Engine cannot multiply in FP8: a setting and a message."""
+def misaligned_dims(train: Train, model: ModelShape) -> Iterator[Refusal]:
+    """Yield each dim of a rank's matrices that Transformer Engine cannot multiply in FP8."""
     needs = f"train.fp8={train.fp8} needs multiples of {FP8_ALIGNMENT}, and"
     for share in quantized_shares(model, shards_experts=True):
-        setting, shards = ("train.etp", train.etp) if share.is_expert else ("train.tp", train.tp)
+        axis, shards = ("etp", train.etp) if share.is_expert else ("tp", train.tp)
         size = share.on_each(shards)
         if size % FP8_ALIGNMENT:
             on_each = f", of which each rank has {size:g}," if size != share.size else ""
-            yield setting, f"{needs} {share.what}={share.size}{on_each} is not one"
+            message = f"{needs} {share.what}={share.size}{on_each} is not one"
+            yield by_engine(TRANSFORMER_ENGINE, f"train.{axis}", message, "leave train.fp8 out")
 
 
 def quantized_shares(model: ModelShape, shards_experts: bool) -> list[Share]:

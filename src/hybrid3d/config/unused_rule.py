@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hybrid3d.config.refusals import Kind
+
 if TYPE_CHECKING:
     from hybrid3d.config.recipe import Recipe
 
@@ -20,6 +22,7 @@ class UnusedRule:
         condition: returns whether the settings are unused in a recipe.
         reason: returns the condition in words.
         deciding_settings: settings that decide on the condition and that a schedule may change.
+        kind: why the settings have no effect.
     """
 
     section: str
@@ -27,6 +30,7 @@ class UnusedRule:
     condition: Callable[[Recipe], bool]
     reason: Callable[[Recipe], str]
     deciding_settings: tuple[str, ...] = ()
+    kind: Kind = "definition"
 
 
 def reason_of(text: str) -> Callable[[Recipe], str]:

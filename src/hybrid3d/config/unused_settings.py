@@ -12,6 +12,7 @@ from keyword import iskeyword
 from typing import TYPE_CHECKING, Any
 
 from hybrid3d.config.algorithms import SMOOTHED_LOSSES, TOKEN_ADVANTAGES
+from hybrid3d.config.refusals import Refusal
 from hybrid3d.config.unused_rule import UnusedRule, reason_of
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ UNUSED_RULES = (
         ("eval_every",),
         lambda recipe: _trains_on_data(recipe) and not recipe.algorithm.uses_pairs,
         reason_of("algorithm.name={name} does not evaluate during training"),
+        kind="not_built",
     ),
     UnusedRule(
         "data", ("chosen", "rejected"), _has_no_pairs, reason_of("algorithm.name={name} reads no preference pairs")
@@ -340,8 +342,8 @@ UNUSED_RULES = (
 )
 
 
-def unused_settings(recipe: Recipe) -> Iterator[str]:
-    """Yield a message for each setting that is not at its default and has no effect."""
+def unused_settings(recipe: Recipe) -> Iterator[Refusal]:
+    """Yield a record of each setting that is not at its default and has no effect."""
     scheduled = {key for settings in recipe.schedule.values() for key in settings}
     for rule in UNUSED_RULES:
         if scheduled.intersection(rule.deciding_settings) or not rule.condition(recipe):
@@ -356,7 +358,8 @@ def unused_settings(recipe: Recipe) -> Iterator[str]:
             value = getattr(section, key)
             if value != defaults[key]:
                 problem = f"{rule.section}.{key}={_as_yaml(value)} has no effect: {rule.reason(recipe)}"
-                yield f"{problem}: leave it out, or set it to {_as_yaml(defaults[key])}"
+                message = f"{problem}: leave it out, or set it to {_as_yaml(defaults[key])}"
+                yield Refusal((f"{rule.section}.{key}",), rule.kind, message)
 
 
 def _default(field: dataclasses.Field[Any]) -> object:

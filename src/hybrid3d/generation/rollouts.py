@@ -83,7 +83,7 @@ class Rollouts:
             greedy += of_prompts
             for start in range(0, len(answers), per_prompt):
                 of_prompt = answers[start : start + per_prompt]
-                uniform = _has_zero_variance(of_prompt)
+                uniform = self._has_zero_variance(of_prompt)
                 (fillers if uniform and extra else found).append(len(groups))
                 groups.append([branch for answer in of_prompt for branch in answer])
                 zero_variance += uniform
@@ -105,13 +105,18 @@ class Rollouts:
         """How many answers to a prompt are generated; the last one may be greedy."""
         return self._recipe.algorithm.samples_per_prompt + self._recipe.algorithm.uses_greedy_answers
 
+    def _has_zero_variance(self, answers: Sequence[Sequence[Sample]]) -> bool:
+        """Return whether the answers to a prompt have equal rewards; not counted where a model gives them."""
+        rewards = {branches[0].reward for branches in answers}
+        return self._recipe.reward.model is None and len(answers) > 1 and len(rewards) == 1
+
     def _scored(
         self, answers: Sequence[list[Sample]], failures: _Failures
     ) -> tuple[Sequence[list[Sample]], list[Sample]]:
         """Return the answers that are trained on, with rewards and baselines, and greedy answers.
 
-        Where a model scores answers when experience is made, they are as they were, and only then there are greedy ones
-        apart.
+        Where a reward model scores answers when experience is made, they have no rewards yet, and greedy answers are
+        returned apart; otherwise there are none.
         """
         has_greedy, size = self._recipe.algorithm.uses_greedy_answers, self._answers_per_prompt
         if self._scorers.training is None:
@@ -270,7 +275,8 @@ class PartialRollouts(Rollouts):
             [sample for answer in answers for sample in answer],
             batches=batches,
             zero_variance_groups=sum(
-                _has_zero_variance(answers[start : start + per_prompt]) for start in range(0, len(answers), per_prompt)
+                self._has_zero_variance(answers[start : start + per_prompt])
+                for start in range(0, len(answers), per_prompt)
             ),
             failures=dict(failures.counts),
             examples=failures.examples,
@@ -356,12 +362,6 @@ def _with_scores(
     scores = scorer.score(queries_of(answers, per_prompt))
     failures.add(scores.failures, scores.examples)
     return with_rewards(answers, scores.rewards)
-
-
-def _has_zero_variance(answers: Sequence[Sequence[Sample]]) -> bool:
-    """Return whether the answers to a prompt have equal rewards; those that are scored later may differ."""
-    firsts = [branches[0] for branches in answers]
-    return len(firsts) > 1 and all(first.scored and first.reward == firsts[0].reward for first in firsts)
 
 
 def extra_batches(recipe: Recipe) -> int:

@@ -35,4 +35,4 @@ class RunLengths(Sequence[int]):
 
     def __getitem__(self, place: int | slice) -> int | RunLengths:
         numbers = [*self]
-        return numbers[place] if isinstance(place, int) else RunLengths.of(numbers[place])
+        return RunLengths.of(numbers[place]) if isinstance(place, slice) else numbers[place]

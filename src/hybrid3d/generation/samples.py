@@ -179,7 +179,8 @@ class RolloutBatch:
             drawn; `examples` has what one of each said.
         unfinished: places of the prompts that were drawn before and are not trained yet; None without partial rollouts.
         dropped_tokens: how many generated tokens were dropped since the batch before.
-        greedy: a greedy answer to each prompt, where the samples are not scored yet and its reward is their baseline.
+        greedy: the greedy answers, one to each prompt with all its branches, where the samples are not scored yet and
+            need their rewards as baselines.
     """
 
     samples: list[Sample]

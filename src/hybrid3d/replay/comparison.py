@@ -187,12 +187,12 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _sample_differences(one: StepRecord, other: StepRecord) -> Iterator[Difference]:
-    if len(one.samples) != len(other.samples):
-        values = str(len(one.samples)), str(len(other.samples))
-        yield Difference(one.step, "samples", "number of samples", values)
+    these, those = ([*record.samples, *record.greedy] for record in (one, other))
+    if len(these) != len(those):
+        yield Difference(one.step, "samples", "number of samples", (str(len(these)), str(len(those))))
         return
     for field, name in SAMPLE_FIELDS.items():
-        pairs = [(getattr(a, field), getattr(b, field)) for a, b in zip(one.samples, other.samples, strict=True)]
+        pairs = [(getattr(a, field), getattr(b, field)) for a, b in zip(these, those, strict=True)]
         differing = [number for number, (a, b) in enumerate(pairs) if not _equal(a, b)]
         if differing:
             (a, b), number = pairs[differing[0]], differing[0]
@@ -205,7 +205,8 @@ def _sample_differences(one: StepRecord, other: StepRecord) -> Iterator[Differen
 
 def _reward_differences(one: StepRecord, other: StepRecord) -> Iterator[Difference]:
     given = [np.array([sample.reward for sample in record.samples]) for record in (one, other)]
-    for a, b in (given, (one.rewards, other.rewards)):
+    baselines = (one.baselines, other.baselines) if len(one.baselines) == len(other.baselines) else ()
+    for a, b in filter(None, (given, (one.rewards, other.rewards), baselines)):
         differing = _differing(a, b)
         if len(differing):
             values, more = (str(a[differing[0]]), str(b[differing[0]])), _count(len(differing) - 1, "more reward")

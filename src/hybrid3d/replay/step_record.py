@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -76,6 +76,7 @@ class StepRecord:
         environment: versions, device and number of threads of rank 0.
         samples: B samples as they were generated, without texts.
         greedy: the greedy answers of a `RolloutBatch`, likewise.
+        baselines: [B] float64, their rewards with which the step was trained; empty in older records.
         rewards: [B] float64, with which the step was trained: those of the samples, or of a reward model.
         computed_by: [B] int32, the rank that computed each sample's log-probabilities and advantages.
         token_values: float32 values of the policy's tokens, sample after sample, by name: `logprobs` (before the
@@ -95,6 +96,7 @@ class StepRecord:
     metrics: Mapping[str, float | None]
     weights: Mapping[str, WeightRecord]
     greedy: Sequence[Sample] = ()
+    baselines: Array = field(default_factory=lambda: np.zeros(0))
 
     @property
     def generated(self) -> RolloutBatch:
@@ -130,6 +132,7 @@ def write_step(folder: Path, record: StepRecord, identity: manifest.Identity | N
     greedy = {f"{GREEDY}{key}": array for key, array in _sample_arrays(record.greedy).items()} if record.greedy else {}
     _save(unfinished / SAMPLES, _sample_arrays(record.samples) | greedy)
     experience = {"rewards": record.rewards, "computed_by": record.computed_by, **record.token_values}
+    experience |= {"baselines": record.baselines} if len(record.baselines) else {}
     _save(unfinished / EXPERIENCE, experience)
     models = record.weights.items()
     _save(unfinished / FINGERPRINTS, {f"{model}/{key}": getattr(w, key) for model, w in models for key in ARRAYS})
@@ -172,6 +175,7 @@ def read_step(folder: Path) -> StepRecord:
             greedy=_samples(greedy, settings) if greedy else (),
             rewards=experience.pop("rewards"),
             computed_by=experience.pop("computed_by"),
+            baselines=experience.pop("baselines", np.zeros(0)),
             token_values=experience,
             metrics=told["metrics"],
             weights={

@@ -1,4 +1,4 @@
-"""What a scorer of answers is, and the rewards that are said with an answer. `docs/design.md` lists the scorers."""
+"""The interface of what scores answers, and the scorer of rewards that agents give."""
 
 from __future__ import annotations
 

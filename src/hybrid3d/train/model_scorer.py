@@ -35,6 +35,7 @@ class ModelScorer:
             return Scores([])
         train = self.recipe.train
         multiple = train.dp * (1 if train.max_tokens_per_micro_batch is not None else train.micro_batch_size)
+        multiple *= train.pp if train.vpp > 1 else 1  # Megatron's interleaved schedule takes whole rounds of stages
         rows = [(np.concatenate([query.prompt_ids, query.tokens]), len(query.prompt_ids)) for query in queries]
         rows += [(rows[-1][0][: rows[-1][1] + 1], rows[-1][1])] * (-len(rows) % multiple)  # whole micro batches
         shares = shares_of(self.recipe, [len(sequence) for sequence, _ in rows])

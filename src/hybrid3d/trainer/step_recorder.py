@@ -88,6 +88,7 @@ class StepCapture:
             metrics=metrics_of_training(metrics),
             weights={model: _weight_record([(b[model], a[model]) for b, a in ends]) for model in self._models},
             greedy=generated.greedy,
+            baselines=np.array([sample.baseline for sample in experience.samples], np.float64),
         )
 
 

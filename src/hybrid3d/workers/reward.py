@@ -25,8 +25,6 @@ from hybrid3d.workers.channel import Call, Connection, Reply
 
 if TYPE_CHECKING:
     from hybrid3d.train.model_scorer import ModelScorer
-import itertools
-
 from hybrid3d.run.logger import RunLogger
 from hybrid3d.scoring.code import sandbox
 from hybrid3d.scoring.pool_client import GRACE_SECONDS
@@ -54,7 +52,6 @@ class RewardRank:
         set_shared_memory_prefix(new_engine_name(distributed.run_id(), ranks.start, start))
         self._function = FunctionScorer(reward.name, reward.workers, reward.timeout_seconds, reward.default)
         self._scorers: dict[str, Scorer] = {"function": self._function}
-        self._has_model = reward.model is not None
         if reward.model is not None:
             group = distributed.start_among(ranks, f"reward/{ranks.start}/{start}", store)
             self._scorers["model"] = load_model_scorer(recipe, reward.model, read_tokenizer(recipe).pad_token_id, group)
@@ -82,7 +79,7 @@ class RewardRank:
     def close(self) -> None:
         """End the processes that compute rewards, and destroy the group."""
         self._function.close()
-        if self._has_model:
+        if "model" in self._scorers:
             dist.destroy_process_group()
 
 
@@ -126,7 +123,9 @@ class RewardWorkers(RoleClient):
         remaining = by_prompt(queries)
         while remaining:
             groups = self._wait_for_groups()
-            asked = remaining if scorer == "model" else _first(remaining, self._most * len(groups))
+            asked = remaining
+            if scorer == "function":
+                asked = remaining[: max(1, self._most // max(map(len, remaining))) * len(groups)]
             bounds = [len(asked) * i // len(groups) for i in range(len(groups) + 1)]
             shares = {group: asked[bounds[i] : bounds[i + 1]] for i, group in enumerate(groups)}
             numbers = {group: [i for prompt in share for i in prompt] for group, share in shares.items()}
@@ -173,11 +172,6 @@ class WorkerScorer:
         return self.workers.score(queries, self.name)
 
 
-def _first(prompts: list[list[int]], most: int) -> list[list[int]]:
-    """Return the first prompts that have at most so many answers, at least one."""
-    answers = itertools.accumulate(map(len, prompts))
-    return prompts[: max(1, sum(count <= most for count in answers))]
-
-
 def _sent(query: Query, scorer: str) -> Query:
+    """Return what a scorer needs of a query."""
     return query if scorer == "model" else query.text

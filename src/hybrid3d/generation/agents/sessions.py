@@ -385,7 +385,6 @@ def samples_of(session: Session, tokenizer: Any, default: float) -> list[Sample]
     if not history.branches:
         nothing = AnswerTokens(tokens=[tokenizer.eos_token_id], loss_mask=[False], versions=[session.version])
         return [nothing.sample(example, example.prompt_ids, "", reward)]
-    scored = history.last or history.branches[-1]
     return [
         branch.sample(
             example,
@@ -393,7 +392,7 @@ def samples_of(session: Session, tokenizer: Any, default: float) -> list[Sample]
             decode_part(tokenizer, branch.tokens, branch.prompt_ids),
             reward,
             branch=number,
-            last=branch is scored,
+            last=branch is history.last,
         )
         for number, branch in enumerate(history.branches)
     ]

@@ -1,0 +1,165 @@
+"""Rules of generation: ahead of training, in parts, by agents, on held-out problems, and with experts returned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from hybrid3d.config.refusals import VLLM, Refusal, arithmetic, by_engine, definition, not_built
+from hybrid3d.config.schema import MAX_PORT
+
+if TYPE_CHECKING:
+    from hybrid3d.config.recipe import Recipe
+    from hybrid3d.config.sections.engines import Async, Rollout
+
+RESERVED_NAMES = ("train", "eval", "accuracy", "reward")  # of files with held-out problems
+
+
+def check_async(recipe: Recipe) -> Iterator[Refusal]:
+    """Yield what generation ahead of training, and partial rollouts, cannot do."""
+    ahead, rollout = recipe.async_, recipe.rollout
+    staleness = f"async.max_staleness={ahead.max_staleness}"
+    if not ahead.max_staleness and ahead.partial is not None:
+        yield definition(
+            "async.partial async.max_staleness",
+            f"async.partial={ahead.partial}: {staleness} lets no answer take longer than its step: set it to the "
+            "number of steps that an answer may go on for",
+        )
+    if not ahead.max_staleness or not recipe.algorithm.generates:
+        return
+    if not recipe.is_split and ahead.partial is None:
+        yield definition(
+            "async.max_staleness roles.generation.ranks async.partial",
+            f"{staleness}: the ranks that train also generate: set roles.generation.ranks or async.partial",
+        )
+    if recipe.algorithm.correction.kind == "none" and not recipe.algorithm.correction.bypass:
+        yield arithmetic(  # the gradient would be that of another distribution of samples
+            "async.max_staleness algorithm.correction.kind algorithm.correction.bypass",
+            f"{staleness}: older weights than those that are trained generate the samples, and "
+            "algorithm.correction.kind=none does not correct for it: set truncate, mask, "
+            "sequence_truncate, sequence_mask or sequence_mean_mask, or bypass: true",
+        )
+    if ahead.partial is not None and rollout is not None:
+        yield from _check_partial(recipe, ahead, rollout)
+
+
+def _check_partial(recipe: Recipe, ahead: Async, rollout: Rollout) -> Iterator[Refusal]:
+    """Yield what partial rollouts cannot do."""
+    if ahead.keep_cache and rollout.sleep and not recipe.is_split:
+        yield not_built(  # weights can be kept in a vLLM that sleeps, and a cache could
+            "async.keep_cache rollout.sleep",
+            "async.keep_cache=true: vLLM frees its KV cache while it sleeps: set rollout.sleep=false",
+        )
+    if ahead.keep_cache and rollout.dp > 1:
+        yield not_built(
+            "async.keep_cache rollout.dp",
+            f"async.keep_cache=true: with rollout.dp={rollout.dp} engines that share experts must end their requests "
+            "together before a sync: leave it out",
+        )
+    if ahead.batches_in_flight > ahead.max_staleness + 1:
+        yield arithmetic(
+            "async.batches_in_flight async.max_staleness",
+            f"async.batches_in_flight={ahead.batches_in_flight}: more than async.max_staleness + 1 = "
+            f"{ahead.max_staleness + 1}, so that prompts would be too old when they are trained: at most that",
+        )
+    if recipe.algorithm.combination.dynamic_sampling:
+        extra = recipe.algorithm.dynamic_sampling
+        setting = f"algorithm.dynamic_sampling={extra}" if extra else f"algorithm.name={recipe.algorithm.name}"
+        yield not_built(
+            "async.partial algorithm.dynamic_sampling",
+            f"async.partial={ahead.partial}: {setting} replaces prompts of whole batches, for which no step waits: set "
+            "algorithm.dynamic_sampling=0",
+        )
+    if rollout.environment is not None and rollout.dp > 1:
+        yield not_built(
+            "async.partial rollout.environment rollout.dp",
+            f"async.partial={ahead.partial}: engines that share experts (rollout.dp={rollout.dp}) step together, and "
+            f"cannot wait for rollout.environment={rollout.environment} apart: set rollout.dp=1, or leave "
+            "async.partial out",
+        )
+
+
+def check_evaluation(recipe: Recipe) -> Iterator[Refusal]:
+    """Yield what cannot be measured on held-out problems, and files or names that stand there twice."""
+    evaluation, samples = recipe.evaluation, f"evaluation.samples={recipe.evaluation.samples}"
+    if recipe.rollout is None:
+        return
+    if evaluation.samples > 1 and evaluation.temperature == 0:
+        yield definition(
+            "evaluation.samples evaluation.temperature",
+            f"{samples}: with evaluation.temperature=0 all answers to a problem are the same: set a temperature, such "
+            "as 1, or samples: 1",
+        )
+    for k in evaluation.k if evaluation.samples > 1 else ():
+        if k > evaluation.samples:
+            yield arithmetic(
+                "evaluation.k evaluation.samples",
+                f"evaluation.k: pass@{k} needs at least {k} answers per problem, and {samples}: raise it, or lower k",
+            )
+    files = {recipe.data.eval: "data.eval"}
+    for name, path in evaluation.data.items():
+        setting = f"evaluation.data.{name}"
+        if name in RESERVED_NAMES:
+            yield definition("evaluation.data", f"{setting}: {name} is a name that metrics have: choose another")
+        if path in files:
+            yield definition(
+                "evaluation.data data.eval",
+                f"{setting}={path} is the file of {files[path]} too: leave one of them out",
+            )
+        files.setdefault(path, setting)
+
+
+def check_agents(recipe: Recipe) -> Iterator[Refusal]:
+    """Yield what cannot be combined with agents."""
+    rollout, ahead, reward = recipe.rollout, recipe.async_, recipe.reward
+    if rollout is None or rollout.agents is None:
+        return
+    agents, last_port = "rollout.agents", rollout.agents.port + recipe.world_size - 1
+    if last_port > MAX_PORT:
+        yield arithmetic(
+            "rollout.agents.port",
+            f"{agents}.port={rollout.agents.port}: the last of {recipe.world_size} ranks would listen at {last_port}: "
+            f"at most {MAX_PORT - recipe.world_size + 1}",
+        )
+    if rollout.environment is not None:
+        yield definition(
+            "rollout.agents rollout.environment",
+            f"{agents}: agents take turns themselves: leave rollout.environment={rollout.environment} out",
+        )
+    if ahead.partial is not None:
+        yield not_built(
+            "rollout.agents async.partial",
+            f"{agents}: a step waits for its agents: leave async.partial={ahead.partial} out",
+        )
+    if rollout.dp > 1:
+        yield not_built(
+            "rollout.agents rollout.dp",
+            f"{agents}: engines that share experts (rollout.dp={rollout.dp}) step together, and cannot wait for agents "
+            "apart: set rollout.dp=1",
+        )
+    if reward.overlong_buffer:
+        yield not_built(  # the branch of the last reply, which is scored, has a length
+            "rollout.agents reward.overlong_buffer",
+            f"{agents}: the length of an agent's answer is not that of one sequence: leave "
+            f"reward.overlong_buffer={reward.overlong_buffer} out",
+        )
+
+
+def check_router_replay(recipe: Recipe) -> Iterator[Refusal]:
+    """Yield where vLLM does not return the experts that it chose."""
+    replay, rollout = recipe.train.router_replay, recipe.rollout
+    if replay != "rollout" or rollout is None:
+        return
+    if rollout.agents is not None:
+        yield not_built(
+            "train.router_replay rollout.agents",
+            f"train.router_replay={replay}: the experts of agents' answers (rollout.agents) are not kept: set "
+            "train.router_replay=old, or leave rollout.agents out",
+        )
+    if recipe.async_.keep_cache:
+        yield by_engine(
+            VLLM,
+            "train.router_replay async.keep_cache",
+            f"train.router_replay={replay}: vLLM 0.32.0 returns experts only with its prefix cache, which "
+            "async.keep_cache=true turns off: leave async.keep_cache out, or set train.router_replay=old",
+        )

@@ -1,0 +1,92 @@
+"""Rules of ranks that have one role: those that generate, and those that compute rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from hybrid3d.config.refusals import Refusal, arithmetic, definition
+
+if TYPE_CHECKING:
+    from hybrid3d.config.recipe import Recipe
+
+
+def check_split(recipe: Recipe) -> Iterator[Refusal]:
+    """Yield settings that make no sense where ranks either train or generate."""
+    ranks, train = recipe.roles.generation.ranks, recipe.train
+    if ranks is None:
+        return
+    if not recipe.algorithm.generates:
+        yield definition(
+            "roles.generation.ranks algorithm.name",
+            f"roles.generation.ranks={ranks}: algorithm.name={recipe.algorithm.name} never generates: leave it out",
+        )
+    apart = "no rank has both engines"
+    yield from _check_active_ranks(recipe)
+    if recipe.rollout is not None:
+        yield from _check_nodes(recipe, "generation", "rollout.tp", recipe.rollout.tp)
+    if recipe.rollout is not None and recipe.rollout.keep_weights:
+        yield definition(
+            "rollout.keep_weights roles.generation.ranks",
+            f"rollout.keep_weights: {apart}, so that vLLM never sleeps: leave it out",
+        )
+    for kind in train.offloads:
+        yield definition(
+            f"train.offload_{kind} roles.generation.ranks",
+            f"train.offload_{kind}: {apart}, so that Megatron never makes room: leave it out",
+        )
+
+
+def _check_active_ranks(recipe: Recipe) -> Iterator[Refusal]:
+    """Yield why this number of active ranks is not a number of whole engines."""
+    active, ranks, rollout = recipe.roles.generation.active_ranks, recipe.roles.generation.ranks, recipe.rollout
+    if active is None or ranks is None or rollout is None:
+        return
+    size = rollout.tp * rollout.dp
+    if active > ranks or active % size:
+        yield arithmetic(
+            "roles.generation.active_ranks roles.generation.ranks rollout.tp rollout.dp",
+            f"roles.generation.active_ranks={active}: expected a multiple of rollout.tp x rollout.dp = {size}, up to "
+            f"roles.generation.ranks={ranks}",
+        )
+
+
+def check_reward_ranks(recipe: Recipe) -> Iterator[Refusal]:
+    """Yield why these ranks cannot compute rewards."""
+    role, size = recipe.roles.reward, recipe.worker_group_size("reward")
+    if role.ranks is None:
+        return
+    if not recipe.algorithm.generates:
+        yield definition(
+            "roles.reward.ranks algorithm.name",
+            f"roles.reward.ranks={role.ranks}: algorithm.name={recipe.algorithm.name} has no rewards: leave it out",
+        )
+    if role.ranks % size:
+        yield arithmetic(
+            "roles.reward.ranks roles.reward.tp roles.reward.pp",
+            f"roles.reward.ranks={role.ranks}: expected a multiple of roles.reward.tp x roles.reward.pp = {size}",
+        )
+    if role.tp % role.ep:
+        yield arithmetic(
+            "roles.reward.ep roles.reward.tp",
+            f"roles.reward.ep={role.ep} does not divide roles.reward.tp={role.tp}, whose ranks it regroups",
+        )
+    yield from _check_nodes(recipe, "reward", "roles.reward.tp", role.tp)
+
+
+def _check_nodes(recipe: Recipe, role: str, setting: str, tp: int) -> Iterator[Refusal]:
+    """Yield the first TP group of the ranks of a role that would fit into a node, but would be on two.
+
+    Args:
+        setting: the name of `tp`.
+    """
+    ranks, per_node = recipe.role_ranks[role], recipe.machine.gpus_per_node
+    for first in ranks[::tp] if tp <= per_node else ():
+        if first % per_node + tp > per_node:
+            yield arithmetic(
+                f"{setting} machine.gpus_per_node",
+                f"{setting}={tp}: the TP group of ranks {first} to {first + tp - 1} would be on two nodes of "
+                f"machine.gpus_per_node={per_node} ranks: let the {ranks.start} ranks before it fill whole nodes, or "
+                f"choose a {setting} that divides both numbers",
+            )
+            return
