@@ -111,7 +111,7 @@ def count_preemptions(engine: RolloutEngine) -> list[Any]:
 def local_batch(policy: Policy, samples: list[Sample], dp: int) -> tuple[Batch, list[Sample]]:
     each = len(samples) // dp
     mine = samples[policy.data_parallel_rank * each :][:each]
-    sequences, prompts = [s.prompt_ids + s.tokens for s in mine], [len(s.prompt_ids) for s in mine]
+    sequences, prompts = [s.sequence for s in mine], [len(s.prompt_ids) for s in mine]
     return Batch.from_sequences(sequences, prompts, pad_id=0), mine
 
 
@@ -120,7 +120,7 @@ def scrambled(samples: list[Sample], count: int) -> list[Sample]:
     found = []
     for sample in samples:
         old = sample.experts.array
-        dice = torch.Generator().manual_seed(sum(sample.prompt_ids) * 1000 + sum(sample.tokens))
+        dice = torch.Generator().manual_seed(int(sample.prompt_ids.sum()) * 1000 + int(sample.tokens.sum()))
         tokens = len(sample.prompt_ids) + len(sample.tokens)
         chosen = torch.rand(tokens, old.shape[1], count, generator=dice).argsort(-1)[:, :, : old.shape[2]]
         array = chosen.to(torch.uint8).numpy()
