@@ -7,7 +7,7 @@
 # torch.
 FROM nvcr.io/nvidia/pytorch:25.11-py3
 
-# tests/test_dockerfile.py compares these with pyproject.toml, from which everything else is installed.
+# tests/house/test_dockerfile.py compares these with pyproject.toml, from which everything else is installed.
 ARG TORCH_VERSION=2.13.0
 ARG TE_VERSION=2.11.0
 # Apex is not on PyPI. Others have compiled this commit with CUDA 13 and torch 2.12 and 2.13.

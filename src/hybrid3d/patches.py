@@ -211,7 +211,7 @@ TORCH = (
         "torch==2.13.0",
         "Each group has threads of its own, which wake a hundred times a second though nothing happens; Megatron and "
         "vLLM make thirty groups and more.",
-        "tests/test_ranks.py",
+        "tests/house/test_ranks.py",
         lambda original: GlooSharingThreads,
     ),
     Patch(
@@ -219,7 +219,7 @@ TORCH = (
         "torch==2.13.0",
         "Ranks that are late by its 10 or 30 minutes would be taken for lost in the groups of vLLM and of others that "
         "name no timeout.",
-        "tests/test_process_groups.py",
+        "tests/planning/test_process_groups.py",
         lambda original: default_timeout,
     ),
     *(
@@ -228,7 +228,7 @@ TORCH = (
             "torch==2.13.0",
             "gloo's connections do not prove who is at their other end, and torch, Megatron and vLLM unpickle the "
             "objects that come through them.",
-            "tests/test_ranks.py",
+            "tests/house/test_ranks.py",
             partial(_instead, function),
         )
         for function in (_object_to_tensor, _tensor_to_object)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from sync import recipe_for
 from torch.distributed.elastic.multiprocessing.errors import record
 from vllm.lora.request import LoRARequest
 
@@ -27,6 +26,7 @@ from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.sync import policy_sync
 from hybrid3d.train.megatron import runtime
 from hybrid3d.train.megatron.policy import Policy
+from sync import recipe_for
 
 PROMPTS = [[5, 7, 11, 13, 17, 19, 23], [3, 4, 5, 6]]
 ANSWER = 6

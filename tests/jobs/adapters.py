@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.elastic.multiprocessing.errors import record
-from train_layouts import built, forget, recipe_for, sft_step
 
 from hybrid3d import distributed
 from hybrid3d.config import Lora, Recipe, Train
@@ -22,6 +21,7 @@ from hybrid3d.distributed import gather_objects
 from hybrid3d.inputs.models import read_config
 from hybrid3d.train.megatron import checkpoint, runtime
 from hybrid3d.train.megatron.policy import Policy
+from train_layouts import built, forget, recipe_for, sft_step
 
 
 def recipe_of(family: str, train: Train, spec: dict[str, Any]) -> Recipe:

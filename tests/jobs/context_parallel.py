@@ -1,4 +1,4 @@
-"""One rank of the proof of context parallelism: it does what tests/test_context_parallel.py asks, and judges nothing.
+"""One rank of the proof of context parallelism: it does what tests/train/test_context_parallel.py asks.
 
     torchrun --nproc-per-node N context_parallel.py INPUTS.pt OUT
 
@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from critic import critic_of, value_step, values
 from torch.distributed.elastic.multiprocessing.errors import record
-from train_layouts import built, export, forget, my_batch, recipe_for, report_of
 
+from critic import critic_of, value_step, values
 from hybrid3d import distributed
 from hybrid3d.config import Train
 from hybrid3d.inputs.models import read_config
@@ -25,6 +24,7 @@ from hybrid3d.rl.objective import KlSettings, PolicyObjective
 from hybrid3d.rl.policy_losses import LossSettings
 from hybrid3d.train.megatron import checkpoint, runtime
 from hybrid3d.train.megatron.policy import Policy
+from train_layouts import built, export, forget, my_batch, recipe_for, report_of
 
 UPDATES = 3
 

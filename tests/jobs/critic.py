@@ -1,4 +1,4 @@
-"""One rank of the critic's proof: it does what tests/test_critic.py asks, in every layout, and judges nothing.
+"""One rank of the critic's proof: it does what tests/train/test_critic.py asks, in every layout, and judges nothing.
 
     torchrun --nproc-per-node 4 critic.py INPUTS.pt OUT
 
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
-from train_layouts import built, export, forget, my_batch, recipe_for, report_of, sft_step
 
 from hybrid3d import distributed
 from hybrid3d.config import RewardRole, RoleRanks, Train
@@ -24,6 +23,7 @@ from hybrid3d.train.megatron import checkpoint, runtime
 from hybrid3d.train.megatron.policy import Policy
 from hybrid3d.train.megatron.value_model import ValueModel
 from hybrid3d.workers.reward import load_model_scorer
+from train_layouts import built, export, forget, my_batch, recipe_for, report_of, sft_step
 
 
 def squared(returns: torch.Tensor) -> Any:

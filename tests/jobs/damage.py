@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 damage.py RECIPE OUT
 
 A checkpoint is saved in the folder of the recipe's run, under OUT, and copies of it are damaged, one after another.
-OUT/rank-<n>.json gets what each reader said of each copy: tests/test_checkpoint_damage.py judges it.
+OUT/rank-<n>.json gets what each reader said of each copy: tests/storage/test_checkpoint_damage.py judges it.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""One rank that trains on answers of data, `sft` and `dpo`, in several layouts; tests/test_data_updates.py judges it.
+"""One rank that trains on answers of data, `sft` and `dpo`, in several layouts: tests/train/test_data_updates.py.
 
     torchrun --nproc-per-node 4 data_updates.py SPEC.json OUT.json
 

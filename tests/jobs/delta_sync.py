@@ -17,9 +17,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from broken_sync import generate
-from sync import Engine, Landed, differing, tensors_of
 
+from broken_sync import generate
 from hybrid3d import distributed
 from hybrid3d.config import Algorithm, Data, Machine, Model, Optimizer, Recipe, Rollout, Run, Sync, Train
 from hybrid3d.families import family_of
@@ -30,6 +29,7 @@ from hybrid3d.rl.objective import sft_loss
 from hybrid3d.sync import weight_sync
 from hybrid3d.train.megatron import runtime
 from hybrid3d.train.megatron.policy import Policy
+from sync import Engine, Landed, differing, tensors_of
 
 DENSE_LAYOUTS = [Train(pp=2, dp=2, vpp=2), Train(tp=2, pp=2)]
 SPARSE_LAYOUTS = [Train(dp=4, ep=4), Train(tp=2, pp=2, ep=2, etp=1)]

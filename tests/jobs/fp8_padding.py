@@ -1,4 +1,4 @@
-"""Two ranks of TP2 whose micro batches are padded as FP8 needs; tests/test_fp8_training.py judges what they compute.
+"""Two ranks of TP2 whose micro batches are padded as FP8 needs; tests/train/test_fp8_training.py judges them.
 
     torchrun --nproc-per-node 2 fp8_padding.py MODEL OUT.pt
 

@@ -13,12 +13,12 @@ import sys
 from pathlib import Path
 
 import torch.distributed as dist
-from delta_sync import Case, recipe_for
-from sync import Engine, Landed, compare, fresh
 
+from delta_sync import Case, recipe_for
 from hybrid3d import distributed
 from hybrid3d.config import Train
 from hybrid3d.train.megatron import runtime
+from sync import Engine, Landed, compare, fresh
 
 
 def prove(rank: int, case: dict, ident: str, kept: list) -> list[dict]:

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from delta_sync import Case, recipe_for
-from sync import Engine, Landed, differing
 
+from delta_sync import Case, recipe_for
 from hybrid3d import distributed
 from hybrid3d.config import Lora, Train
 from hybrid3d.reshard.ends import PlainSource
 from hybrid3d.sync import policy_sync, weight_sync
 from hybrid3d.train.megatron import runtime
+from sync import Engine, Landed, differing
 
 SYNCS = 3
 

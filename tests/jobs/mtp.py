@@ -1,4 +1,4 @@
-"""One rank that trains layers for multi-token prediction; it does what tests/test_mtp.py asks, and judges nothing.
+"""One rank that trains layers for multi-token prediction; it does what tests/train/test_mtp.py asks.
 
     torchrun --nproc-per-node N mtp.py INPUTS.pt OUT
 
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
-from train_layouts import built, forget, my_batch, recipe_for, report_of
 
 from hybrid3d import distributed
 from hybrid3d.config import Train
@@ -27,6 +26,7 @@ from hybrid3d.train.megatron import checkpoint, runtime
 from hybrid3d.train.megatron.policy import Policy
 from hybrid3d.train.megatron.stepping import place_of
 from hybrid3d.trainer.export import write_export
+from train_layouts import built, forget, my_batch, recipe_for, report_of
 
 
 def export(policy: Any, source: str, out: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Ranks that train one step, without a pass before its only update and with one; tests/test_one_update.py compares.
+"""Ranks that train one step, with a pass before its only update and without: tests/train/test_one_update.py.
 
 torchrun --nproc-per-node 4 one_update.py SPEC.json OUT.json
 """
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from recorded_steps import samples_of
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from hybrid3d import distributed
@@ -30,6 +29,7 @@ from hybrid3d.train.megatron.policy import Policy
 from hybrid3d.trainer import experience as experience_maker
 from hybrid3d.trainer.learner import Learner
 from hybrid3d.trainer.models import Models
+from recorded_steps import samples_of
 
 
 def train_step(recipe: Recipe, folder: RunFolder, with_pass: bool) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
-from train_layouts import built, forget, recipe_for, sft_step
 
 from hybrid3d import distributed
 from hybrid3d.config import Recipe, Train
@@ -20,6 +19,7 @@ from hybrid3d.families import family_of
 from hybrid3d.inputs.models import read_config
 from hybrid3d.train.megatron import checkpoint, runtime
 from hybrid3d.train.megatron.policy import Policy
+from train_layouts import built, forget, recipe_for, sft_step
 
 FORMATS = (checkpoint.FULLY_RESHARDABLE, checkpoint.DP_RESHARDABLE)
 

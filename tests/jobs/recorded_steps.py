@@ -1,4 +1,4 @@
-"""Ranks that train with made-up samples, without vLLM, and record each step: tests/test_replay.py compares the records.
+"""Ranks that train with made-up samples, without vLLM, and record each step: tests/replay/test_replay.py.
 
 torchrun --nproc-per-node 2 recorded_steps.py SPEC.json
 

@@ -4,7 +4,7 @@
 
 `SPEC.json` has `folder` (a checkpoint), `dtype`, `rollout_tp`, `noise` and `layouts`, by name. `noise` is added to the
 weights of training's routers, as it is and times their standard deviation. OUT gets `rank<n>.pt`; what is measured is
-judged by tests/test_router_replay.py.
+judged by tests/train/test_router_replay.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One rank of the Megatron proof: it does what tests/test_megatron.py asks, in every layout, and judges nothing.
+"""One rank of the Megatron proof: it does what tests/train/test_megatron.py asks, in every layout, and judges nothing.
 
     torchrun --nproc-per-node 4 train_layouts.py INPUTS.pt OUT
 

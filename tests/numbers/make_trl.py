@@ -19,12 +19,13 @@ from typing import Any
 import pyarrow
 import torch
 import trl
-from batches import BATCHES, LENGTHS, WIDTH, lists, write
 from datasets import Dataset
 from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+from batches import BATCHES, LENGTHS, WIDTH, lists, write
 
 GROUP = 4
 LIMIT = 16  # max_completion_length, which dr_grpo divides by

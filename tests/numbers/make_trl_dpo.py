@@ -1,4 +1,4 @@
-"""Write trl_dpo.json: what TRL computes for preference pairs, against which `tests/test_rl_preferences.py` checks.
+"""Write trl_dpo.json: what TRL computes for preference pairs, against which `tests/rl/test_rl_preferences.py` checks.
 
     pip install trl accelerate datasets
     python tests/numbers/make_trl_dpo.py
@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 import trl
-from batches import BATCHES, lists, write
 from torch import Tensor
 from trl import DPOTrainer
 from trl.experimental.cpo import CPOTrainer
+
+from batches import BATCHES, lists, write
 
 NAMES = ("ragged", "holes")
 

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 import torchrl
 import trl
-from batches import BATCHES, LENGTHS, WIDTH, lists, rounded, write
 from torch import Tensor
 from torchrl.objectives.value.functional import generalized_advantage_estimate
 from trl import PPOConfig
 from trl.trainer.ppo_trainer import PPOTrainer
 from trl.trainer.utils import AdaptiveKLController
+
+from batches import BATCHES, LENGTHS, WIDTH, lists, rounded, write
 
 VOCABULARY = 4
 TOKEN_MEAN = "sum over the tokens in the mask / number of tokens in the mask of this batch"

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import torch
 import verl
-from batches import BATCHES, LENGTHS, lists, write
 from omegaconf import OmegaConf
 from packaging.version import Version
 from torch import Tensor
@@ -30,6 +29,8 @@ from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo import rollout_corr_helper as correction
 from verl.workers.config import ActorConfig
+
+from batches import BATCHES, LENGTHS, lists, write
 
 Case = dict[str, Any]
 

@@ -1,7 +1,7 @@
 """Records of refused combinations of settings: what is refused, and whether it could be otherwise.
 
 Rule functions yield a record for each problem of a recipe. The number of combinations that could be built and are not
-only falls (`tests/test_refusals.py`).
+only falls (`tests/config/test_refusals.py`).
 """
 
 from __future__ import annotations

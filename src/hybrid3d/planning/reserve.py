@@ -6,7 +6,8 @@ Where the figures come from:
   a process in which torch and Megatron had run. What else it had is at most 1.3 GB. vLLM's kernels are assumed to add
   0.5 GB; that was not measured;
 - communicators: assumed, as several ranks have not been run on GPUs: 0.25 GB for the buffers of NCCL's channels to the
-  neighbours in rings and trees. What is counted is their number (`tests/test_process_groups.py` compares it with runs);
+  neighbours in rings and trees. What is counted is their number, which `tests/planning/test_process_groups.py` compares
+  with runs;
 - graphs: assumed: 1 GB for the graphs that vLLM captures. They are not freed while vLLM sleeps.
 """
 

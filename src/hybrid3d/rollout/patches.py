@@ -30,46 +30,46 @@ DISTRIBUTED_ARGS = Patch(
     "CPU workers name shared memory by the suffix of their init method, which is the same for all runs under an "
     "external launcher: two runs would share segments, and segments left by a crashed run would make the next one "
     "fail (`name_shared_memory`).",
-    "tests/test_leftovers.py",
+    "tests/launch/test_leftovers.py",
 )
 MAKE_GROUP = Patch(
     "vllm.distributed.parallel_state.init_model_parallel_group",
     VLLM,
     "It builds groups from ranks instead of the placement's slots (`groups_over_slots`); for a rank that is only "
     "queried it would start message queues (`as_rank`).",
-    "tests/test_sync.py",
+    "tests/sync/test_sync.py",
 )
 IN_SAME_NODE = Patch(
     "vllm.distributed.parallel_state.in_the_same_node_as",
     VLLM,
     "It communicates, which a rank that is only queried cannot do (`as_rank`).",
-    "tests/test_planning.py",
+    "tests/planning/test_planning.py",
 )
 EXPERT_MAP = Patch(
     "vllm.model_executor.layers.fused_moe.expert_map_manager.ExpertMapManager.__init__",
     VLLM,
     "On meta the expert map has no values, but loaders read from it which experts are local (`as_rank`).",
-    "tests/test_planning.py",
+    "tests/planning/test_planning.py",
 )
 POOL_CONTEXT = Patch(
     "vllm.v1.worker.gpu_worker.Worker._maybe_get_memory_pool_context",
     VLLM,
     "It has the weights freed while vLLM sleeps; with `rollout.keep_weights` they stay, as a sync of changed "
     "elements needs them (`keep_weights_while_asleep`).",
-    "tests/test_engine.py",
+    "tests/rollout/test_engine.py",
 )
 PACK_LINEAR = Patch(
     "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm",
     VLLM,
     "It packs weights for its kernels; with `rollout.pack_weights: false` a sync writes them in place "
     "(`keep_weights_unpacked`).",
-    "tests/test_delta_sync.py",
+    "tests/sync/test_delta_sync.py",
 )
 PACK_EXPERTS = Patch(
     "vllm.model_executor.layers.fused_moe.oracle.unquantized.backend_to_kernel_cls",
     VLLM,
     "The same of experts.",
-    "tests/test_delta_sync.py",
+    "tests/sync/test_delta_sync.py",
 )
 REQUANTIZE = Patch(
     "vllm.model_executor.layers.quantization.utils.fp8_utils.requant_weight_ue8m0_inplace",
@@ -77,14 +77,14 @@ REQUANTIZE = Patch(
     "It quantizes weights in FP8 a second time where kernels need scales that are powers of two. At the start it "
     "is noted which (`noting_requantization`), so that a sync sends such scales and it has nothing to do "
     "(`without_requantization`).",
-    "tests/test_fp8_scales.py",
+    "tests/rollout/test_fp8_scales.py",
 )
 NEW_GROUP = Patch(
     "torch.distributed.new_group",
     "torch==2.13.0",
     "It sorts a group's members by rank, but vLLM numbers them in the order given (`groups_over_slots`); for a "
     "rank that is only queried the backend is `fake` (`as_rank`).",
-    "tests/test_sync.py",
+    "tests/sync/test_sync.py",
 )
 
 
@@ -251,7 +251,7 @@ EVERYWHERE = (
         "vllm.distributed.device_communicators.custom_all_reduce.CustomAllreduce.register_graph_buffers",
         VLLM,
         "It mixes up ranks of a group that is not in ascending order of global ranks, and capturing CUDA graphs fails.",
-        "tests/test_graph_capture.py",
+        "tests/planning/test_graph_capture.py",
         lambda original: register_graph_buffers,
     ),
     Patch(
@@ -259,14 +259,14 @@ EVERYWHERE = (
         VLLM,
         "Its log-probabilities are those after `top_p`, `top_k` and `min_p`; training has those of the whole "
         "distribution (`rollout/truncation.py`).",
-        "tests/test_sampling.py",
+        "tests/rollout/test_sampling.py",
         truncation.first_runner,
     ),
     Patch(
         "vllm.v1.worker.gpu.sample.sampler.Sampler.__call__",
         VLLM,
         "The same in the model runner of GPUs.",
-        "tests/test_sampling.py",
+        "tests/rollout/test_sampling.py",
         truncation.second_runner,
     ),
     Patch(
@@ -274,7 +274,7 @@ EVERYWHERE = (
         VLLM,
         "It ends requests that a stop text has ended in the order of a set, which differs between the ranks of a TP "
         "group, so that their prefix caches would drop different blocks (`abort_one_by_one`).",
-        "tests/test_sampling.py",
+        "tests/rollout/test_sampling.py",
         abort_one_by_one,
     ),
     DISTRIBUTED_ARGS,
@@ -290,7 +290,7 @@ EVERYWHERE = (
         VLLM,
         "Under an external launcher each rank of TP has a scheduler, but only the first has the experts of tokens; the "
         "others stop with an assertion.",
-        "tests/test_router_replay.py",
+        "tests/train/test_router_replay.py",
         router_replay.take_output_of_first_rank,
     ),
     NEW_GROUP,
@@ -302,42 +302,42 @@ ON_CPU = (
         VLLM,
         "Its kernels of FP8 weights with block scales need AMX; on other CPUs no model with such weights can be built, "
         "not even one that is only queried.",
-        "tests/test_fp8_rollout.py",
+        "tests/rollout/test_fp8_rollout.py",
         cpu_kernels.with_dequantizing_linear,
     ),
     Patch(
         "vllm.model_executor.layers.fused_moe.oracle.fp8.backend_to_kernel_cls",
         VLLM,
         "The same of experts.",
-        "tests/test_fp8_rollout.py",
+        "tests/rollout/test_fp8_rollout.py",
         cpu_kernels.with_dequantizing_experts,
     ),
     Patch(
         "vllm.model_executor.layers.fused_moe.experts.cpu_moe.prepare_fp8_moe_layer_for_cpu",
         VLLM,
         "It packs FP8 experts for kernels that need AMX.",
-        "tests/test_fp8_rollout.py",
+        "tests/rollout/test_fp8_rollout.py",
         cpu_kernels.pack_for_kernels,
     ),
     Patch(
         "vllm.config.vllm.VllmConfig._verify_aux_output_compatibility",
         VLLM,
         "It refuses to return the experts of tokens with the V1 model runner, the only one on CPUs without Triton.",
-        "tests/test_router_replay.py",
+        "tests/train/test_router_replay.py",
         router_replay.without_check,
     ),
     Patch(
         "vllm.v1.worker.cpu_model_runner.CPUModelRunner.execute_model",
         VLLM,
         "The V1 model runner does not keep the experts of tokens.",
-        "tests/test_router_replay.py",
+        "tests/train/test_router_replay.py",
         router_replay.execute_and_capture,
     ),
     Patch(
         "vllm.v1.worker.cpu_model_runner.CPUModelRunner.sample_tokens",
         VLLM,
         "The V1 model runner does not return the experts of tokens.",
-        "tests/test_router_replay.py",
+        "tests/train/test_router_replay.py",
         router_replay.sample_and_return,
     ),
 )

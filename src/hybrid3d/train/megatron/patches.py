@@ -176,19 +176,19 @@ def _patch(
 STREAM = _patch(
     "transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream",
     "It makes a stream, and with it a CUDA context on GPU 0, also where Megatron is only queried (`without_streams`).",
-    "test_queries_on_cuda.py",
+    "planning/test_queries_on_cuda.py",
 )
 RESULTS = _patch(
     "dist_checkpointing.strategies.filesystem_async._results_queue",
     "It is in a manager process next to each rank, which survives when the rank is killed (`new_results_queue`).",
-    "test_checkpoint_writing.py",
+    "train/test_checkpoint_writing.py",
 )
 
 MODEL = (
     _patch(
         "transformer.moe.router.TopKRouter._apply_expert_bias",
         "The mask of padding lies along the experts: padding counts like tokens (NVIDIA/Megatron-LM#6111).",
-        "test_megatron.py",
+        "train/test_megatron.py",
         count_tokens,
     ),
 )
@@ -197,14 +197,14 @@ CHECKPOINT = (
     _patch(
         "dist_checkpointing.strategies.filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc",
         "It waits without end for a process that was killed while it wrote.",
-        "test_checkpoint_writing.py",
+        "train/test_checkpoint_writing.py",
         write_by_processes,
     ),
     RESULTS,
     _patch(
         "dist_checkpointing.strategies.filesystem_async._process_memory",
         "It needs psutil, which Megatron-Core does not require, for a number that it only logs.",
-        "test_doctor_checks.py",
+        "doctor/test_doctor_checks.py",
         lambda original: lambda: 0,
     ),
 )
@@ -213,31 +213,31 @@ ON_CPU = (
     _patch(
         "tensor_parallel.random._set_cuda_rng_state",
         "There is no CUDA random state.",
-        "test_megatron.py",
+        "train/test_megatron.py",
         lambda original: lambda state, device=-1, graph_safe=False: torch.set_rng_state(state),
     ),
     _patch(
         "tensor_parallel.random._get_cuda_rng_state",
         "There is no CUDA random state.",
-        "test_megatron.py",
+        "train/test_megatron.py",
         lambda original: lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state(),
     ),
     _patch(
         "transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
         "The sizes of an all-to-all must be numbers; tensors that are on the CPU already are not converted.",
-        "test_sparse_train.py",
+        "whole_runs/test_sparse_train.py",
         sizes_as_numbers,
     ),
     _patch(
         "transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream",
         "There is one stream; vLLM replaces `torch.cuda.Stream` by its own later.",
-        "test_sparse_train.py",
+        "whole_runs/test_sparse_train.py",
         lambda original: cpu.Stream(),
     ),
     _patch(
         "tensor_parallel.mappings._gather_along_first_dim",
         "Experts get different numbers of tokens, and gloo gathers equal shares only.",
-        "test_sparse_train.py",
+        "whole_runs/test_sparse_train.py",
         gather_uneven,
     ),
 )
@@ -246,20 +246,20 @@ WITHOUT_TRANSFORMER_ENGINE = (
     _patch(
         "transformer.moe.moe_utils.te_general_gemm",
         "The router compares it with None, and it is not defined without Transformer Engine.",
-        "test_sparse_train.py",
+        "whole_runs/test_sparse_train.py",
         lambda original: original,
         may_be_undefined=True,
     ),
     _patch(
         "transformer.multi_latent_attention.HAVE_TE",
         "Where it is set, `isinstance` of a stand-in for a Transformer Engine class raises TypeError.",
-        "test_megatron.py",
+        "train/test_megatron.py",
         lambda original: False,
     ),
     _patch(
         "transformer.multi_latent_attention.TELinear",
         "Of all linears it allows only this class to be whole on every TP rank.",
-        "test_megatron.py",
+        "train/test_megatron.py",
         duplicated_linear,
     ),
 )
@@ -270,7 +270,7 @@ WITH_TORCH_ADAM = (
     _patch(
         "optimizer.distrib_optimizer.DistributedOptimizer._set_main_param_and_optimizer_states",
         "Adam of torch counts steps in a tensor per parameter, which Megatron saves and loads apart, then misses.",
-        "test_megatron.py",
+        "train/test_megatron.py",
         keep_adam_steps,
     ),
 )

@@ -1,0 +1,96 @@
+"""A refused combination of settings is a record: of existing settings, of a kind, and of an engine at its pin."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+from hybrid3d.config import Recipe, refusals
+from hybrid3d.config.messages import join_keys
+from hybrid3d.config.refusals import Refusal
+from hybrid3d.config.schema import key_of, section_type
+from hybrid3d.config.unused_settings import UNUSED_RULES
+
+ROOT = Path(__file__).resolve().parents[2]
+TREES = {path.name: ast.parse(path.read_text()) for path in sorted((ROOT / "src/hybrid3d/config").glob("*.py"))}
+MOST_NOT_BUILT = 16
+
+# What makes a record, or gives the settings of several, and which of its arguments they are
+SETTINGS_AT = {"arithmetic": 0, "by_engine": 1, "definition": 0, "not_built": 0, "_check_rules": 0}
+FROM_CONFIG_JSON = {"head_dim", "kv_lora_rank", "qk_rope_head_dim"}
+
+
+def called(node: ast.AST | None) -> str:
+    return node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+
+
+def calls_of(*names: str) -> Iterator[tuple[str, ast.Call]]:
+    """Each call of one of these functions, after where it is."""
+    for file, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and called(node) in names:
+                yield f"{file}:{node.lineno}", node
+
+
+def settings_in(kind: type, path: str = "") -> Iterator[str]:
+    """The dotted names of sections and settings."""
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        key = join_keys(path, key_of(name))
+        yield key
+        section = section_type(hint)
+        if section is not None:
+            yield from settings_in(section, key)
+
+
+def words(node: ast.expr) -> list[str]:
+    """The patterns of the dotted names in a text, of which a part in braces may be anything."""
+    parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+    text = "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in parts)
+    return [re.escape(word).replace(r"\*", ".+") for word in text.split()]
+
+
+def test_rules_yield_records() -> None:
+    yields = [(file, node) for file, tree in TREES.items() for node in ast.walk(tree) if isinstance(node, ast.Yield)]
+    assert len(yields) > 100
+    makers = {"Refusal", *SETTINGS_AT} - {"_check_rules"}
+    others = [f"{file}:{node.lineno}" for file, node in yields if called(node.value) not in makers]
+    assert not others, f"no record is yielded at {', '.join(others)}"
+
+
+def test_engines_are_the_pinned_ones() -> None:
+    """A new pin asks whether each of them can be lifted."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    pins = {re.sub(r"(\[.*\])?(==|(?=[<>]))", " ", line, count=1) for line in lines}
+    for where, call in calls_of("by_engine"):
+        engine = getattr(refusals, ast.unparse(call.args[0]))
+        assert engine in pins, f"{where}: {engine} is not pinned in pyproject.toml: can the pinned version do it?"
+    assert "engine" not in {rule.kind for rule in UNUSED_RULES}
+    with pytest.raises(AssertionError, match="names the engine"):
+        Refusal(("train.tp",), "engine", "no engine is named")
+
+
+def test_ever_fewer_are_not_built() -> None:
+    found = Counter(where.partition(":")[0] for where, _ in calls_of("not_built"))
+    found["unused_settings.py"] += sum(rule.kind == "not_built" for rule in UNUSED_RULES)
+    assert found.total() <= MOST_NOT_BUILT, f"this number only falls: build what is refused; there are {dict(found)}"
+
+
+def test_their_settings_exist() -> None:
+    known = {*settings_in(Recipe), *FROM_CONFIG_JSON}
+    assert {"train.tp", "async.partial", "rollout.agents.port", "critic.optimizer.min_lr", "lora.sync"} <= known
+    for where, call in calls_of(*SETTINGS_AT):
+        given = call.args[SETTINGS_AT[called(call)]]
+        if ast.unparse(given) == "key":  # of a parameter, or one of a few that stand above the call
+            continue
+        assert words(given), where
+        for word in words(given):
+            assert any(re.fullmatch(word, name) for name in known), f"{where}: no setting is called {word}"
+    assert {f"{rule.section}.{key}" for rule in UNUSED_RULES for key in rule.keys} <= known

@@ -1,0 +1,190 @@
+"""What the code may cost, as ratchets: a number only falls, and is raised only with a reason."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "src" / "hybrid3d"
+SPEC = importlib.util.spec_from_file_location("structure", ROOT / "docs" / "structure.py")
+assert SPEC is not None
+assert SPEC.loader is not None
+structure = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(structure)
+
+FILES, LINES = 359, 54810  # of the package
+LINES_OF_ROOM = {
+    "__init__": 10,
+    "__main__": 10,
+    "bench": 1700,
+    "certify": 810,
+    "cli": 1230,
+    "config": 3630,
+    "distributed": 400,
+    "doctor": 3530,
+    "errors": 40,
+    "families": 1260,
+    "generation": 3760,
+    "inputs": 1070,
+    "launch": 2320,
+    "launch_environment": 320,
+    "ledger": 120,
+    "patches": 240,
+    "planning": 2360,
+    "process": 230,
+    "replay": 780,
+    "report": 1540,
+    "reshard": 5660,
+    "rl": 2650,
+    "rollout": 2620,
+    "run": 2070,
+    "scoring": 4600,
+    "storage": 690,
+    "sync": 1160,
+    "train": 4640,
+    "trainer": 3100,
+    "watch": 970,
+    "workers": 1420,
+}
+IMPORTS = 0.08  # the share of lines that imports take; 0.065 is aimed at
+NONE = {
+    "bench": 34,
+    "certify": 13,
+    "cli": 32,
+    "config": 137,
+    "distributed": 5,
+    "doctor": 46,
+    "families": 21,
+    "generation": 102,
+    "inputs": 35,
+    "launch": 47,
+    "launch_environment": 4,
+    "patches": 1,
+    "planning": 43,
+    "process": 2,
+    "replay": 16,
+    "report": 36,
+    "reshard": 70,
+    "rl": 45,
+    "rollout": 50,
+    "run": 36,
+    "scoring": 88,
+    "storage": 3,
+    "sync": 4,
+    "train": 96,
+    "trainer": 152,
+    "watch": 36,
+    "workers": 29,
+}  # comparisons with None by room
+ONE_IMPORTER = 83  # modules that a single other one imports
+
+# Classes of engines, and where they may be annotated: their own rooms, the factories, and the checks of engines on GPUs
+ENGINES = {"RolloutEngine", "MegatronModel", "Policy", "ValueModel", "LLM", "LLMEngine"}
+ENGINE_ROOMS = ("train/", "rollout/", "doctor/gpu/", "bench/task.py")
+
+
+def sources() -> dict[str, str]:
+    return {file.relative_to(PACKAGE).as_posix(): file.read_text() for file in sorted(PACKAGE.rglob("*.py"))}
+
+
+def room(path: str) -> str:
+    return path.split("/")[0].removesuffix(".py")
+
+
+def by_room(count: dict[str, int]) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for path, number in count.items():
+        found[room(path)] += number
+    return dict(found)
+
+
+def import_lines(source: str) -> int:
+    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom))
+    return sum((node.end_lineno or node.lineno) - node.lineno + 1 for node in nodes)
+
+
+def comparisons_with_none(source: str) -> int:
+    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Compare))
+    return sum(any(isinstance(x, ast.Constant) and x.value is None for x in (n.left, *n.comparators)) for n in nodes)
+
+
+def annotations(source: str) -> Iterator[ast.expr]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.AnnAssign):
+            yield node.annotation
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            yield from (each for each in [*(one.annotation for one in arguments), node.returns] if each is not None)
+
+
+def annotated_engines(source: str) -> set[str]:
+    """The classes of engines that annotations name, quoted or not."""
+    found = set[str]()
+    for node in (part for annotation in annotations(source) for part in ast.walk(annotation)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found |= set(re.findall(r"\w+", node.value))
+        found |= {node.id} if isinstance(node, ast.Name) else set()
+        found |= {node.attr} if isinstance(node, ast.Attribute) else set()
+    return found & ENGINES
+
+
+def test_the_package_does_not_grow() -> None:
+    lines = {path: len(source.splitlines()) for path, source in sources().items()}
+    assert len(lines) <= FILES
+    assert sum(lines.values()) <= LINES
+    too_long = {one: (count, LINES_OF_ROOM.get(one, 0)) for one, count in by_room(lines).items()}
+    assert {one: pair for one, pair in too_long.items() if pair[0] > pair[1]} == {}, "lines, and the room's budget"
+
+
+def test_imports_take_few_lines() -> None:
+    everything = sources()
+    lines = sum(len(source.splitlines()) for source in everything.values())
+    assert sum(map(import_lines, everything.values())) <= IMPORTS * lines
+
+
+def test_comparisons_with_none_grow_fewer() -> None:
+    found = by_room({path: comparisons_with_none(source) for path, source in sources().items()})
+    assert {one: (count, NONE.get(one, 0)) for one, count in found.items() if count > NONE.get(one, 0)} == {}
+
+
+def test_few_modules_have_one_importer() -> None:
+    importers = Counter(target for targets in structure.modules().values() for target in targets)
+    assert sum(count == 1 for count in importers.values()) <= ONE_IMPORTER
+
+
+def test_engines_are_named_in_their_own_rooms() -> None:
+    found = {path: annotated_engines(source) for path, source in sources().items()}
+    assert {path: names for path, names in found.items() if names and not path.startswith(ENGINE_ROOMS)} == {}
+
+
+@pytest.mark.parametrize(
+    "source", ["x: Policy", "def f(a: 'LLM | None'): ...", "def f() -> list[engine.RolloutEngine]: ..."]
+)
+def test_an_engine_is_found(source: str) -> None:
+    assert len(annotated_engines(source)) == 1
+
+
+def test_what_is_counted() -> None:
+    source = "from a import (\n    b,\n)\nif b is None or None != b:\n    c = b == 1\n"
+    assert (import_lines(source), comparisons_with_none(source)) == (3, 2)
+
+
+@pytest.mark.processes
+def test_a_class_that_lacks_a_method_is_found(tmp_path: Path) -> None:
+    """`tests/implementations.py` says which class implements which interface, and mypy reads it."""
+    text = (ROOT / "tests/implementations.py").read_text()
+    wrong = text.replace("= (FunctionScorer,", "= (GroupExchange, FunctionScorer,")
+    assert wrong != text
+    (tmp_path / "wrong.py").write_text(wrong)
+    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), str(tmp_path / "wrong.py")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert "type[GroupExchange]" in done.stdout, done.stdout + done.stderr

@@ -1,0 +1,268 @@
+"""The house rules a machine can hold: who may import whom, how long code may be, one version per pin."""
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "src" / "hybrid3d"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+SPEC = importlib.util.spec_from_file_location("structure", ROOT / "docs" / "structure.py")
+assert SPEC is not None
+assert SPEC.loader is not None
+structure = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(structure)
+
+MAX_ROOMS = 30
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 70
+
+# What each room of hybrid3d (a package or a module directly below src/hybrid3d) may import of the others, bottom first.
+# A room imports only rooms above its own line, so there is no circle.
+MAY_IMPORT = {
+    "errors": set(),
+    "launch_environment": {"errors"},
+    "patches": {"launch_environment"},
+    "storage": {"errors"},
+    "families": {"errors"},
+    "process": {"launch_environment"},
+    "distributed": {"launch_environment", "patches"},
+    "ledger": {"launch_environment", "distributed"},
+    "reshard": {"errors", "storage"},
+    "rl": {"errors", "storage"},
+    "config": {"errors", "storage", "families"},
+    "scoring": {"errors", "process"},
+    "watch": {"launch_environment", "process", "distributed", "config"},
+    "inputs": {"errors", "storage", "families", "reshard", "rl", "config"},
+    "generation": {"distributed", "rl", "config", "scoring"},
+    "train": {"patches", "storage", "families", "process", "distributed", "reshard", "rl", "config", "scoring"},
+    "rollout": {"patches", "families", "reshard", "config", "generation"},
+    "run": {"errors", "storage", "distributed", "rl", "config", "watch", "inputs", "generation"},
+    "replay": {"errors", "storage", "reshard", "config", "generation", "run"},
+    "report": {"errors", "config", "run"},
+    "planning": {"errors", "families", "distributed", "reshard", "config", "inputs", "train", "rollout"},
+    "sync": {"families", "distributed", "reshard", "config", "run", "planning"},
+    "bench": {
+        *("families", "distributed", "ledger", "reshard", "config", "inputs", "train", "rollout", "run", "planning"),
+        *("sync",),
+    },
+    "workers": {
+        *("launch_environment", "process", "distributed", "ledger", "config", "scoring", "watch", "inputs"),
+        *("generation", "train", "rollout", "run", "sync"),
+    },
+    "trainer": {
+        *("launch_environment", "storage", "families", "process", "distributed", "ledger", "reshard", "rl", "config"),
+        *("scoring", "watch", "inputs", "generation", "train", "rollout", "run", "replay", "planning", "sync"),
+        *("workers",),
+    },
+    "launch": {
+        *("errors", "launch_environment", "storage", "families", "process", "distributed", "ledger", "reshard", "rl"),
+        *("config", "scoring", "watch", "inputs", "generation", "train", "run", "planning", "workers"),
+    },
+    "certify": {
+        *("families", "distributed", "ledger", "reshard", "rl", "config", "watch", "inputs", "generation", "train"),
+        *("rollout", "run", "planning", "sync", "bench", "trainer"),
+    },
+    "doctor": {
+        *("errors", "launch_environment", "storage", "families", "process", "distributed", "ledger", "reshard", "rl"),
+        *("config", "generation", "train", "rollout", "run", "planning", "sync", "bench", "launch", "certify"),
+    },
+    "cli": {
+        *("errors", "launch_environment", "ledger", "config", "inputs", "run", "replay", "report", "planning"),
+        *("bench", "trainer", "launch", "certify", "doctor"),
+    },
+    "__main__": {"cli"},
+}
+
+# Who may import a third party's package: a pattern that the part's name must match whole.
+ONLY_IN = {
+    "megatron": "train",
+    "transformer_engine": "train",
+    "apex": "train",
+    "vllm": "rollout",
+    "ray": "launch",
+    "torch": "(?!(families|storage|errors|launch_environment)$).*",
+}
+
+
+def forbidden(source: str, path: PurePosixPath) -> list[str]:
+    """Say what the file at `path` (relative to the package) imports against the rules above."""
+    room = structure.room_of(path)
+    found = []
+    for line, name in structure.imported(source, path):
+        top, _, rest = name.partition(".")
+        target = rest.partition(".")[0]
+        if top == "hybrid3d":  # names of the package itself, such as its version, anyone may import
+            wrong = not target or (target in MAY_IMPORT and target not in MAY_IMPORT[room] | {room})
+        else:
+            wrong = top in ONLY_IN and not re.fullmatch(ONLY_IN[top], room)
+        if wrong:
+            found.append(f"{path}:{line}: {room} may not import {f'{top}.{target}' if target else top}")
+    return list(dict.fromkeys(found))  # one line for `from x import a, b`
+
+
+def relative(file: Path) -> PurePosixPath:
+    return PurePosixPath(file.relative_to(PACKAGE).as_posix())
+
+
+def test_imports_run_one_way() -> None:
+    assert FILES, f"no Python file under {PACKAGE}"
+    found = [line for file in FILES for line in forbidden(file.read_text(), relative(file)) if file.parent != PACKAGE]
+    found += [line for file in PACKAGE.glob("[!_]*.py") for line in forbidden(file.read_text(), relative(file))]
+    assert not found, "\n".join(found)
+
+
+def test_the_table_has_every_room_and_no_circle() -> None:
+    assert sorted(MAY_IMPORT) == sorted(structure.rooms())
+    assert len(MAY_IMPORT) <= MAX_ROOMS
+    lines = list(MAY_IMPORT)
+    for room, targets in MAY_IMPORT.items():
+        assert targets <= set(lines[: lines.index(room)]), f"{room} imports what is not above it"
+    structure.floors(structure.rooms())
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert len(structure.modules()) > 100
+    structure.floors(structure.modules())
+
+
+def test_a_circle_is_found() -> None:
+    with pytest.raises(ValueError, match="a imports itself, by a, b"):
+        structure.floors({"a": frozenset({"b"}), "b": frozenset({"a"})})
+
+
+def test_nothing_is_allowed_that_nobody_needs() -> None:
+    assert {room: sorted(targets) for room, targets in structure.rooms().items()} == {
+        room: sorted(targets) for room, targets in MAY_IMPORT.items()
+    }
+
+
+@pytest.mark.parametrize("room", ["run", "generation", "scoring", "inputs", "reshard", "config", "rl"])
+def test_no_engine_is_reached_from(room: str) -> None:
+    assert not structure.reachable(structure.rooms(), room) & {"train", "rollout"}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("loop", ["data_loops", "replay"])
+def test_no_rollout_engine_is_imported_by(loop: str) -> None:
+    code = f"import sys; from hybrid3d.trainer import {loop}; print('vllm' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "False", done.stderr
+
+
+def test_the_picture_is_that_of_the_code() -> None:
+    assert structure.PICTURE.read_text() == structure.picture(structure.rooms()), "run python docs/structure.py"
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("rollout/engine.py", "import megatron.core"),
+        ("reshard/plan/planner.py", "from megatron.core import parallel_state"),
+        ("trainer/rl.py", "def f():\n    import vllm"),
+        ("train/megatron/build.py", "from vllm.config import VllmConfig"),
+        ("train/megatron/build.py", "import ray"),
+        ("rl/data.py", "import importlib\nimportlib.import_module('ray.data')"),
+        ("rollout/sink.py", "from transformer_engine import pytorch"),
+        ("families/qwen2.py", "import torch"),
+        ("families/qwen2.py", "from torch import Tensor"),
+        ("families/qwen2.py", "from hybrid3d.reshard import Box"),
+        ("families/qwen2.py", "from ..reshard.box import Box"),
+        ("families/qwen2.py", "import hybrid3d"),
+        ("reshard/files.py", "from .. import families"),
+        ("reshard/plan/planner.py", "from hybrid3d import config"),
+        ("reshard/deep/er.py", "from ...rl import losses"),
+        ("reshard/__init__.py", "from ..families import qwen2"),
+        ("rl/losses.py", "import hybrid3d.config"),
+        ("config/load.py", "from hybrid3d.train import runtime"),
+        ("config/load.py", "from ..trainer import rl"),
+        ("train/writing.py", "from ..rollout.engine import Engine"),
+        ("train/megatron/policy.py", "if TYPE_CHECKING:\n    from hybrid3d.trainer.rl import train_rl"),
+        ("rollout/engine.py", "from hybrid3d import train"),
+        ("rollout/engine.py", "from hybrid3d.scoring.functions import gsm8k"),
+        ("rollout/engine.py", "class A:\n    async def f(self):\n        from .. import cli"),
+        ("trainer/rl.py", "from ..cli import main"),
+        ("launch/rank.py", "import hybrid3d.cli"),
+        ("errors.py", "from hybrid3d.config import Recipe, load_recipe"),
+    ],
+)
+def test_the_checker_catches(path: str, source: str) -> None:
+    assert len(forbidden(source, PurePosixPath(path))) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        (
+            "train/megatron/build.py",
+            "import megatron.core, torch\nfrom ..rl import losses\nfrom ..config import Recipe",
+        ),
+        ("rollout/sink.py", "from vllm import LLM\nfrom ..reshard.box import Box\nfrom . import engine"),
+        ("reshard/move/executor.py", "import torch\nfrom .box import Box\nfrom hybrid3d.reshard import planner"),
+        ("reshard/__init__.py", "from .box import Box"),
+        ("families/__init__.py", "from .qwen2 import QWEN2\nimport dataclasses"),
+        ("trainer/rl.py", "from hybrid3d import train, rl, config\nfrom hybrid3d import __version__"),
+        ("launch/ray.py", "import ray"),
+        ("cli.py", "from hybrid3d import config, launch\nfrom . import cli"),
+        ("rl/data.py", "import rayon, vllmish, torchdata"),
+    ],
+)
+def test_the_checker_allows(path: str, source: str) -> None:
+    assert forbidden(source, PurePosixPath(path)) == []
+
+
+def test_no_utils() -> None:
+    names = (part.removesuffix(".py") for file in FILES for part in relative(file).parts)
+    assert [name for name in names if re.search(r"(^|_)(utils?|helpers?|misc)$", name)] == []
+
+
+def long_functions(source: str) -> list[tuple[str, int]]:
+    """Name and length in lines, from `def` to its last line, of every function that is too long."""
+    functions = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+    lengths = ((f.name, (f.end_lineno or f.lineno) - f.lineno + 1) for f in functions)
+    return [(name, lines) for name, lines in lengths if lines > MAX_FUNCTION_LINES]
+
+
+def test_files_are_short() -> None:
+    lengths = {str(relative(file)): len(file.read_text().splitlines()) for file in FILES}
+    assert {name: lines for name, lines in lengths.items() if lines > MAX_FILE_LINES} == {}
+
+
+def test_functions_are_short() -> None:
+    long = {str(relative(file)): found for file in FILES if (found := long_functions(file.read_text()))}
+    assert long == {}
+
+
+def test_long_functions_are_found() -> None:
+    at_limit = "class A:\n    def f(self):\n" + "        pass\n" * (MAX_FUNCTION_LINES - 1)
+    assert long_functions(at_limit) == []
+    assert long_functions(at_limit + "        pass\n") == [("f", MAX_FUNCTION_LINES + 1)]
+
+
+def test_pins_agree_with_the_lock() -> None:
+    """Core, cpu and dev dependencies are all pinned, as in the lock; the other extras agree with it where they meet."""
+
+    def pins(lines: list[str]) -> dict[str, str]:
+        matches = (re.match(r"([A-Za-z0-9._-]+)(?:\[.*\])?==([^\s;]+)", line) for line in lines)
+        return {re.sub(r"[-_.]+", "-", m[1]).lower(): m[2] for m in matches if m}
+
+    locked = pins((ROOT / "requirements" / "cpu.txt").read_text().splitlines())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    required = project["dependencies"] + extras["cpu"] + extras["dev"]
+    asked = pins(required)
+    assert len(asked) == len(required), "a core, cpu or dev dependency has no == pin"
+    assert asked == {name: locked.get(name) for name in asked}
+    demo = pins(extras["demo"])
+    assert len(demo) == len(extras["demo"]), "a dependency of the demo has no == pin"
+    assert demo == pins((ROOT / "requirements" / "demo.txt").read_text().splitlines())
+    assert pins(extras["ray"]).items() <= pins((ROOT / "requirements" / "ray.txt").read_text().splitlines()).items()
+    elsewhere = pins(extras["gpu"] + extras["ray"])
+    assert {n: v for n, v in elsewhere.items() if n in locked} == {n: locked[n] for n in elsewhere if n in locked}
