@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,15 @@ from hybrid3d.config import Agents, Recipe, load_recipe
 from hybrid3d.generation.engine import Sampling
 from hybrid3d.generation.replicas import Answers, EngineReplicas, NoReplicas, ReplicaScorer
 from hybrid3d.generation.rollouts import Rollouts
-from hybrid3d.generation.samples import NO_ANSWER, NO_BRANCH, Sample, answer_numbers, answers_of, filled_up
+from hybrid3d.generation.samples import (
+    NO_ANSWER,
+    NO_BRANCH,
+    AnswerTokens,
+    Sample,
+    answer_numbers,
+    answers_of,
+    filled_up,
+)
 from hybrid3d.generation.turns import Trajectory
 from hybrid3d.rl.data import Example
 from hybrid3d.scoring.scorer import Given, Query, Scorers, Scores
@@ -88,6 +97,16 @@ def test_branches_of_an_answer_stay_together(rollouts: Any) -> None:
     assert [(one.branch, one.num_loss_tokens, len(one.logprobs)) for one in filled[10:]] == [(NO_BRANCH, 0, 0)] * 6
     assert answer_numbers(filled) == [*answer_numbers(batch.samples), *[NO_ANSWER] * 6]
     assert filled_up(batch.samples, 5) == batch.samples
+
+
+def test_a_token_of_an_answer_takes_nine_bytes() -> None:
+    """In memory, where each of its Python objects would take dozens, and where it is sent."""
+    count = 10_000
+    tokens = AnswerTokens(tokens=[7] * count, loss_mask=[True] * count, logprobs=[-0.5] * count, versions=[3] * count)
+    found = tokens.sample(Example(0, "", "", (1,)), (1,), "")
+    assert found.tokens.nbytes + found.loss_mask.nbytes + found.logprobs.nbytes == 9 * count
+    assert found.versions.runs == ((3, count),)
+    assert len(pickle.dumps(found)) < 9.1 * count
 
 
 def test_rows_that_fill_a_batch_are_spread_over_its_minibatches() -> None:
