@@ -122,6 +122,29 @@ def shares_of_replicas(numbers: Sequence[int], items: Sequence[T]) -> dict[int, 
     return {number: items[bounds[i] : bounds[i + 1]] for i, number in enumerate(numbers)}
 
 
+def ask_all(
+    replicas: Replicas, prompts: Sequence[Sequence[int]], ask: Callable[[Mapping[int, list[int]]], Mapping[int, T]]
+) -> Iterator[tuple[list[int], T]]:
+    """Divide prompts among replicas, and yield what each has returned; what those that are lost had, others are asked.
+
+    Args:
+        prompts: of each the numbers of its answers, which one replica gets together.
+        ask: called with the numbers that each replica gets.
+
+    Yields:
+        The numbers of answers, and what their replica has returned.
+
+    Raises:
+        NoReplicas: all replicas have been lost.
+    """
+    while prompts:
+        shares = shares_of_replicas(replicas.numbers, prompts)
+        numbers = {replica: [i for prompt in share for i in prompt] for replica, share in shares.items()}
+        found = ask(numbers)
+        yield from ((numbers[replica], result) for replica, result in found.items())
+        prompts = [prompt for replica, share in shares.items() if replica not in found for prompt in share]
+
+
 @dataclass(frozen=True)
 class ReplicaScorer:
     """Implements `Scorer` by the function `reward.name` on the ranks of replicas, so that it runs on all their nodes.
@@ -133,17 +156,11 @@ class ReplicaScorer:
 
     def score(self, queries: Sequence[Query]) -> Scores:
         """Return the rewards of answers, in order. NoReplicas: all replicas have been lost."""
-        return together(self._parts(queries))
 
-    def _parts(self, queries: Sequence[Query]) -> Iterator[tuple[list[int], Scores]]:
-        remaining = by_prompt(queries)
-        while remaining:
-            shares = shares_of_replicas(self.replicas.numbers, remaining)
-            numbers = {replica: [i for prompt in share for i in prompt] for replica, share in shares.items()}
-            texts = {replica: [queries[i].text for i in of_replica] for replica, of_replica in numbers.items()}
-            found = self.replicas.score(texts)
-            yield from ((numbers[replica], scores) for replica, scores in found.items())
-            remaining = [prompt for replica, share in shares.items() if replica not in found for prompt in share]
+        def ask(numbers: Mapping[int, list[int]]) -> Mapping[int, Scores]:
+            return self.replicas.score({replica: [queries[i].text for i in of] for replica, of in numbers.items()})
+
+        return together(ask_all(self.replicas, by_prompt(queries), ask))
 
 
 class EngineReplicas:

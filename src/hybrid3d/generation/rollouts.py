@@ -19,6 +19,7 @@ from hybrid3d.generation.replicas import (
     PartialAnswers,
     Replicas,
     Work,
+    ask_all,
     shares_of_replicas,
 )
 from hybrid3d.generation.samples import RolloutBatch, Sample, answers_of, queries_of, with_baselines, with_rewards
@@ -215,16 +216,15 @@ class Rollouts:
     ) -> Sequence[list[Sample]]:
         """Return the branches of each answer in the order of the work, `per_prompt` of which are to one prompt."""
         answers: dict[int, list[Sample]] = {}
-        remaining = [range(start, start + per_prompt) for start in range(0, len(work), per_prompt)]
-        while remaining:
-            shares = shares_of_replicas(self._replicas.numbers, remaining)
-            numbers = {replica: [i for prompt in share for i in prompt] for replica, share in shares.items()}
-            asked = {replica: [work[i] for i in of_replica] for replica, of_replica in numbers.items()}
-            found = self._replicas.answer(asked, version, sampling)
-            for replica, of_replica in found.items():
-                answers |= zip(numbers[replica], answers_of(of_replica.samples), strict=True)
-                failures.add(of_replica.failures, of_replica.examples)
-            remaining = [prompt for replica, share in shares.items() if replica not in found for prompt in share]
+        prompts = [range(start, start + per_prompt) for start in range(0, len(work), per_prompt)]
+
+        def ask(numbers: Mapping[int, list[int]]) -> Mapping[int, Answers]:
+            shares = {replica: [work[i] for i in of_replica] for replica, of_replica in numbers.items()}
+            return self._replicas.answer(shares, version, sampling)
+
+        for numbers, found in ask_all(self._replicas, prompts, ask):
+            answers |= zip(numbers, answers_of(found.samples), strict=True)
+            failures.add(found.failures, found.examples)
         return [answers[i] for i in range(len(work))]
 
     def restore(self, unfinished: Sequence[Place]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import numpy as np
 
@@ -77,6 +78,12 @@ class Sample:
         return all(np.array_equal(getattr(self, name), getattr(other, name)) for name in ARRAYS) and all(
             getattr(self, name) == getattr(other, name) for name in names if name not in ARRAYS
         )
+
+    def emptied(self) -> Sample:
+        """Return the sample without texts, tokens and choices of experts."""
+        nothing: dict[str, Any] = {name: np.zeros(0, dtype) for name, dtype in ARRAYS.items()}
+        nothing |= dict.fromkeys(("prompt", "answer", "reference"), "")
+        return replace(self, **nothing, versions=RunLengths(()), experts=NO_CHOICES)
 
     @property
     def sequence(self) -> Array:

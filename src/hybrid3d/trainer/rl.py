@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
+from hybrid3d.generation.samples import RolloutBatch
 from hybrid3d.run.health import Guard
 from hybrid3d.run.live_settings import LiveSettings
 from hybrid3d.run.logger import RunLogger
@@ -13,6 +14,7 @@ from hybrid3d.run.metrics import PhaseTimer
 from hybrid3d.trainer.activity import gather_activity
 from hybrid3d.trainer.checkpoints import Checkpoints
 from hybrid3d.trainer.protocols import Roles
+from hybrid3d.trainer.step_experience import Experience
 from hybrid3d.trainer.step_recorder import StepRecorder
 from hybrid3d.watch.work_meter import record as work_record
 
@@ -60,18 +62,21 @@ def train_rl(
             record.scoring_failures(generated, step)
             with timer("train"):
                 experience = roles.make_experience(generated, step, recipe)
+                row |= generated.metrics(experience.samples, rollout, step)
+                tokens = sum(len(sample.prompt_ids) + len(sample.tokens) for sample in experience.samples)
             recorder.begin(step, recipe, roles.progress, timer)
+            if group.rank() and not recorder.is_recording:
+                generated, experience = _without_samples(generated, experience)
             with timer("train"):
                 metrics = experience.metrics
                 metrics.update(synced.metrics())
                 if step < recipe.run.steps:
                     metrics.update(roles.update(experience, step, recipe))
-            samples = experience.samples
             with timer("wait"):  # for the slowest rank
-                row |= generated.metrics(samples, rollout, step) | metrics.reduce(group)
+                row |= metrics.reduce(group)
             recorder.finish(step, recipe, generated, experience, row, timer)
-            row |= timer.row(sum(len(s.prompt_ids) + len(s.tokens) for s in samples))
-            record.step(row, recipe.run.steps, samples)
+            row |= timer.row(tokens)
+            record.step(row, recipe.run.steps, experience.samples)
             activity = gather_activity(timer, group, roles)
             record.memory(step, activity.peaks)
             if step < recipe.run.steps:
@@ -83,3 +88,9 @@ def train_rl(
             checkpoints.save_if_due(step, progress, recipe.run)
     record.draw_timeline()
     roles.close(live.recipe)
+
+
+def _without_samples(generated: RolloutBatch, experience: Experience) -> tuple[RolloutBatch, Experience]:
+    """Return the same without what samples hold: the experience's tensors have the rows that this rank trains on."""
+    samples = [sample.emptied() for sample in experience.samples]
+    return replace(generated, samples=[], greedy=[]), replace(experience, samples=samples)

@@ -108,6 +108,11 @@ class StepRecorder:
         self._models, self._is_reporting, self._folder, self._group = models, is_reporting, folder, group
         self._capture: StepCapture | None = None
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether `begin` has captured the step."""
+        return self._capture is not None
+
     def begin(self, step: int, recipe: Recipe, progress: Progress, timer: PhaseTimer) -> None:
         """Capture the state before the models are updated, if the step is to be recorded."""
         self._capture = None
