@@ -17,6 +17,7 @@ from commands import ROOT, demo_folder, read_rows
 from hybrid3d.launch import child as restarts
 from hybrid3d.launch.local_ranks import run_ranks
 from hybrid3d.launch_environment import State
+from hybrid3d.process import child_pids, kill_descendants
 from hybrid3d.run import terminal
 from live_runs import ranks_of, started, wait_for_rows
 from run_ranks import environment
@@ -176,6 +177,8 @@ def test_a_stopped_child_does_not_outlast_its_run(monkeypatch: pytest.MonkeyPatc
     def wait() -> None:
         ended.wait(SOON)
 
+    others = child_pids(os.getpid())  # such as the servers of warm processes, which other tests need
+    monkeypatch.setattr(restarts, "kill_descendants", lambda: kill_descendants(keep=others))
     monkeypatch.setattr(restarts, "start_child", start)
     monkeypatch.setattr(restarts, "LATE_SECONDS", 2.0)
     threading.Timer(4.0, ended.set).start()
