@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from hybrid3d.generation.turns import Trajectory, Turns
 from hybrid3d.rl.data import Example
 from hybrid3d.rl.token_texts import decode_part
 from hybrid3d.scoring.function_scorer import FunctionScorer
-from hybrid3d.scoring.scorer import Query, Scores, by_prompt, together
+from hybrid3d.scoring.scorer import Query, Scores, ask_all, by_prompt, together
 
 T = TypeVar("T")
 
@@ -110,39 +111,12 @@ class Replicas(Protocol):
         ...
 
 
-def shares_of_replicas(numbers: Sequence[int], items: Sequence[T]) -> dict[int, Sequence[T]]:
-    """Return each replica's consecutive share of the items.
-
-    Raises:
-        NoReplicas: there is no replica.
-    """
+def available(replicas: Replicas) -> Sequence[int]:
+    """Return the numbers of the replicas that can generate. NoReplicas: there is none."""
+    numbers = replicas.numbers
     if not numbers:
         raise NoReplicas("no rank can generate: all have been lost")
-    bounds = [len(items) * i // len(numbers) for i in range(len(numbers) + 1)]
-    return {number: items[bounds[i] : bounds[i + 1]] for i, number in enumerate(numbers)}
-
-
-def ask_all(
-    replicas: Replicas, prompts: Sequence[Sequence[int]], ask: Callable[[Mapping[int, list[int]]], Mapping[int, T]]
-) -> Iterator[tuple[list[int], T]]:
-    """Divide prompts among replicas, and yield what each has returned; what those that are lost had, others are asked.
-
-    Args:
-        prompts: of each the numbers of its answers, which one replica gets together.
-        ask: called with the numbers that each replica gets.
-
-    Yields:
-        The numbers of answers, and what their replica has returned.
-
-    Raises:
-        NoReplicas: all replicas have been lost.
-    """
-    while prompts:
-        shares = shares_of_replicas(replicas.numbers, prompts)
-        numbers = {replica: [i for prompt in share for i in prompt] for replica, share in shares.items()}
-        found = ask(numbers)
-        yield from ((numbers[replica], result) for replica, result in found.items())
-        prompts = [prompt for replica, share in shares.items() if replica not in found for prompt in share]
+    return numbers
 
 
 @dataclass(frozen=True)
@@ -160,7 +134,7 @@ class ReplicaScorer:
         def ask(numbers: Mapping[int, list[int]]) -> Mapping[int, Scores]:
             return self.replicas.score({replica: [queries[i].text for i in of] for replica, of in numbers.items()})
 
-        return together(ask_all(self.replicas, by_prompt(queries), ask))
+        return together(ask_all(partial(available, self.replicas), by_prompt(queries), ask))
 
 
 class EngineReplicas:

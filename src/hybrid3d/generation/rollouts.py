@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from hybrid3d.config import Algorithm, Recipe
@@ -19,13 +20,12 @@ from hybrid3d.generation.replicas import (
     PartialAnswers,
     Replicas,
     Work,
-    ask_all,
-    shares_of_replicas,
+    available,
 )
 from hybrid3d.generation.samples import RolloutBatch, Sample, answers_of, queries_of, with_baselines, with_rewards
 from hybrid3d.rl.data import PromptData
 from hybrid3d.scoring.functions import FINAL_ANSWERS
-from hybrid3d.scoring.scorer import Scorer, Scorers
+from hybrid3d.scoring.scorer import Scorer, Scorers, ask_all, shares_of
 
 
 class FailedRewards(RuntimeError):
@@ -222,7 +222,7 @@ class Rollouts:
             shares = {replica: [work[i] for i in of_replica] for replica, of_replica in numbers.items()}
             return self._replicas.answer(shares, version, sampling)
 
-        for numbers, found in ask_all(self._replicas, prompts, ask):
+        for numbers, found in ask_all(partial(available, self._replicas), prompts, ask):
             answers |= zip(numbers, answers_of(found.samples), strict=True)
             failures.add(found.failures, found.examples)
         return [answers[i] for i in range(len(work))]
@@ -259,7 +259,7 @@ class PartialRollouts(Rollouts):
         most = min(recipe.async_.batches_in_flight, recipe.run.steps - version + 1)
         while missing := recipe.algorithm.prompts_per_step - sum(len(of.samples) for of in self._taken) // size:
             self._fill(version, most, missing, recipe)
-            shares = shares_of_replicas(self._replicas.numbers, range(missing))
+            shares = shares_of(available(self._replicas), range(missing))
             wanted = {number: len(share) for number, share in shares.items()}
             self._taken += [advanced.answers for advanced in self._advance(version, wanted, recipe)]
         failures = _Failures()
@@ -324,13 +324,13 @@ class PartialRollouts(Rollouts):
 
     def _lacks_prompts(self, wanted: int) -> bool:
         """Return whether a replica has fewer prompts than its share, as some were dropped, or a replica was lost."""
-        shares = shares_of_replicas(self._replicas.numbers, range(wanted))
+        shares = shares_of(available(self._replicas), range(wanted))
         return any(len(self._places.get(number, ())) < len(share) for number, share in shares.items())
 
     def _draw(self, places: Sequence[Place], version: int) -> None:
         """Give the prompts at these places to replicas: by their index in the batch, whose order the replicas share."""
         algorithm, seed = self._recipe.algorithm, self._recipe.run.seed
-        shares = shares_of_replicas(self._replicas.numbers, range(algorithm.prompts_per_step))
+        shares = shares_of(available(self._replicas), range(algorithm.prompts_per_step))
         for batch, i in places:
             number = next(number for number, share in shares.items() if i in share)
             example = self.train.batch(batch, algorithm.prompts_per_step)[i]

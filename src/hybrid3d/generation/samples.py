@@ -158,11 +158,9 @@ def with_baselines(answers: Sequence[Sequence[Sample]], per_prompt: int) -> list
 def filled_up(samples: Sequence[Sample], multiple: int) -> Sequence[Sample]:
     """Return samples whose number is a multiple, by adding rows of no answer, which have no loss tokens."""
     last = samples[-1]
-    nothing = np.zeros(1, np.bool_), np.zeros(0, np.float32)
-    empty = replace(last, prompt_ids=last.prompt_ids[:1], tokens=last.tokens[:1], loss_mask=nothing[0])
-    filling = replace(
-        empty, logprobs=nothing[1], versions=last.versions[:1], branch=NO_BRANCH, experts=last.experts.first(2)
-    )
+    empty = replace(last, prompt_ids=last.prompt_ids[:1], tokens=last.tokens[:1], logprobs=last.logprobs[:0])
+    mask, versions = np.zeros(1, np.bool_), last.versions[:1]
+    filling = replace(empty, loss_mask=mask, versions=versions, branch=NO_BRANCH, experts=last.experts.first(2))
     return [*samples, *[filling] * (-len(samples) % multiple)]
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import numpy as np
 
 from hybrid3d.scoring.functions import unusable
+
+Owner = TypeVar("Owner", bound=Hashable)
+T = TypeVar("T")
 
 Tokens: TypeAlias = "Sequence[int] | np.ndarray[Any, np.dtype[Any]]"
 
@@ -144,3 +147,33 @@ def by_prompt(queries: Sequence[Query]) -> list[list[int]]:
             groups.append([])
         groups[-1].append(number)
     return groups
+
+
+def shares_of(owners: Sequence[Owner], items: Sequence[T]) -> dict[Owner, Sequence[T]]:
+    """Return each owner's consecutive share of the items, of about equal numbers."""
+    bounds = [len(items) * i // len(owners) for i in range(len(owners) + 1)]
+    return {owner: items[bounds[i] : bounds[i + 1]] for i, owner in enumerate(owners)}
+
+
+def ask_all(
+    owners: Callable[[], Sequence[Owner]],
+    prompts: Sequence[Sequence[int]],
+    ask: Callable[[Mapping[Owner, list[int]]], Mapping[Owner, T]],
+    most: int = 2**31,
+) -> Iterator[tuple[list[int], T]]:
+    """Divide prompts among owners, and yield numbers of answers and what was returned; a lost one's are asked again.
+
+    Args:
+        owners: returns those that are there now, at least one; it is called before each round.
+        prompts: of each the numbers of its answers, which one owner gets together.
+        ask: called with the numbers that each owner gets; what it returns lacks those that are lost.
+        most: how many prompts an owner gets in a round.
+    """
+    while prompts:
+        present = owners()
+        shares = shares_of(present, prompts[: most * len(present)])
+        numbers = {owner: [i for prompt in share for i in prompt] for owner, share in shares.items()}
+        found = ask(numbers)
+        yield from ((numbers[owner], result) for owner, result in found.items())
+        lost = [prompt for owner, share in shares.items() if owner not in found for prompt in share]
+        prompts = [*lost, *prompts[most * len(present) :]]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch.distributed as dist
 
-from hybrid3d.config import Recipe
+from hybrid3d.config import Recipe, sequences_multiple
 from hybrid3d.distributed import gather_objects
 from hybrid3d.rl.batch import Batch
 from hybrid3d.scoring.scorer import Query, Scores, scores_of
@@ -33,9 +33,7 @@ class ModelScorer:
         """Return the rewards of answers, in order; what a model says that can be no reward has failed."""
         if not queries:
             return Scores([])
-        train = self.recipe.train
-        multiple = train.dp * (1 if train.max_tokens_per_micro_batch is not None else train.micro_batch_size)
-        multiple *= train.pp if train.vpp > 1 else 1  # Megatron's interleaved schedule takes whole rounds of stages
+        multiple = sequences_multiple(replace(self.recipe, algorithm=replace(self.recipe.algorithm, minibatches=1)))
         rows = [(np.concatenate([query.prompt_ids, query.tokens]), len(query.prompt_ids)) for query in queries]
         rows += [(rows[-1][0][: rows[-1][1] + 1], rows[-1][1])] * (-len(rows) % multiple)  # whole micro batches
         shares = shares_of(self.recipe, [len(sequence) for sequence, _ in rows])

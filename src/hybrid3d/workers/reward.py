@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -17,19 +17,19 @@ from hybrid3d import distributed
 from hybrid3d.config import Recipe
 from hybrid3d.inputs.models import read_config, read_tokenizer
 from hybrid3d.process import new_engine_name, set_shared_memory_prefix
+from hybrid3d.run.logger import RunLogger
 from hybrid3d.run.memory import meter
+from hybrid3d.scoring.code import sandbox
 from hybrid3d.scoring.function_scorer import FunctionScorer
-from hybrid3d.scoring.scorer import Query, Scorer, Scores, by_prompt, together
+from hybrid3d.scoring.pool_client import GRACE_SECONDS
+from hybrid3d.scoring.pool_worker import BATCH_SECONDS
+from hybrid3d.scoring.scorer import Query, Scorer, Scores, ask_all, by_prompt, together
 from hybrid3d.watch.heartbeat import enter_phase
 from hybrid3d.workers.channel import Call, Connection, Reply
+from hybrid3d.workers.role_client import RoleClient, WorkerGroup
 
 if TYPE_CHECKING:
     from hybrid3d.train.model_scorer import ModelScorer
-from hybrid3d.run.logger import RunLogger
-from hybrid3d.scoring.code import sandbox
-from hybrid3d.scoring.pool_client import GRACE_SECONDS
-from hybrid3d.scoring.pool_worker import BATCH_SECONDS
-from hybrid3d.workers.role_client import RoleClient, WorkerGroup
 
 
 class RewardRank:
@@ -117,26 +117,17 @@ class RewardWorkers(RoleClient):
         Args:
             scorer: `model`, the reward model, or `function`.
         """
-        return together(self._parts(queries, scorer))
+        prompts = by_prompt(queries)
+        most = max(1, self._most // max(map(len, prompts), default=1)) if scorer == "function" else len(prompts)
 
-    def _parts(self, queries: Sequence[Query], scorer: str) -> Iterator[tuple[list[int], Scores]]:
-        remaining = by_prompt(queries)
-        while remaining:
-            groups = self._wait_for_groups()
-            asked = remaining
-            if scorer == "function":
-                asked = remaining[: max(1, self._most // max(map(len, remaining))) * len(groups)]
-            bounds = [len(asked) * i // len(groups) for i in range(len(groups) + 1)]
-            shares = {group: asked[bounds[i] : bounds[i + 1]] for i, group in enumerate(groups)}
-            numbers = {group: [i for prompt in share for i in prompt] for group, share in shares.items()}
+        def ask(numbers: Mapping[WorkerGroup, list[int]]) -> Mapping[WorkerGroup, Scores]:
             calls = {
-                group: Call("score", {"queries": [_sent(queries[i], scorer) for i in share], "scorer": scorer})
-                for group, share in numbers.items()
+                group: Call("score", {"queries": [_sent(queries[i], scorer) for i in of_group], "scorer": scorer})
+                for group, of_group in numbers.items()
             }
-            found = self._receive(self._send(calls))
-            yield from ((numbers[group], scores) for group, (scores, *_) in found.items())
-            lost = [prompt for group, share in shares.items() if group not in found for prompt in share]
-            remaining = sorted([*lost, *remaining[len(asked) :]])
+            return {group: scores for group, (scores, *_) in self._receive(self._send(calls)).items()}
+
+        return together(ask_all(self._wait_for_groups, prompts, ask, most))
 
     def _wait_for_groups(self) -> list[WorkerGroup]:
         """Return the groups that are ready, after waiting for one; the first time, for all of them."""
