@@ -14,7 +14,7 @@ from hybrid3d.rollout.sink import VllmSink
 from hybrid3d.scoring.function_scorer import FunctionScorer
 from hybrid3d.scoring.scorer import Given, Scorer
 from hybrid3d.sync import Sync, WeightSync
-from hybrid3d.sync.adapters import ChainedSync
+from hybrid3d.sync.compose import ChainedSync
 from hybrid3d.train.megatron.engine import MegatronEngine
 from hybrid3d.train.megatron.policy import Policy
 from hybrid3d.train.megatron.value_model import ValueModel

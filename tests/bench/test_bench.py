@@ -71,7 +71,7 @@ def foretold(folder: Path, layouts: str) -> int:
     return int(json.loads(said)["gather_bytes"])
 
 
-def test_every_bit_is_right_and_the_bytes_are_the_lower_bound(tmp_path: Path) -> None:
+def test_bench_finds_every_bit_right_and_bytes_at_lower_bound(tmp_path: Path) -> None:
     arguments = "--json --hidden 512 --layers 2 --repeats 2 --changed 0.02 machine.gpus_per_node=2"
     found = json.loads(bench(tmp_path, SPARSE, *arguments.split()))
     check(found, "gather", "delta")
@@ -86,7 +86,7 @@ def test_every_bit_is_right_and_the_bytes_are_the_lower_bound(tmp_path: Path) ->
     }
 
 
-def test_methods_of_other_trainers_move_every_bit_and_the_bytes_that_they_must(tmp_path: Path) -> None:
+def test_methods_of_other_trainers_move_every_bit_and_required_bytes(tmp_path: Path) -> None:
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     launcher = "-m torch.distributed.run --standalone --nproc-per-node 4".split()
     script = [str(ROOT / "benchmarks/other_trainers.py"), *SPARSE.split()]
@@ -113,7 +113,7 @@ def test_ranks_that_only_generate_receive_all_that_they_want(tmp_path: Path) -> 
     assert not [key for key in found["ratios"] if "gather" in key]
 
 
-def test_what_does_not_fit_is_refused_before_it_starts(tmp_path: Path) -> None:
+def test_bench_refuses_recipe_that_does_not_fit_before_it_starts(tmp_path: Path) -> None:
     said = bench(tmp_path, "recipes/qwen3-8b.yaml", expect=2)
     assert said == ""
     assert not list((tmp_path / "runs/bench-qwen3-8b").glob("logs/*"))
@@ -123,7 +123,7 @@ def test_quantized_rollouts_are_refused(tmp_path: Path) -> None:
     assert bench(tmp_path, "recipes/qwen3-8b.yaml", "rollout.quantization=fp8", expect=2) == ""
 
 
-def test_the_figures_are_those_of_the_cases() -> None:
+def test_figures_are_those_of_the_cases() -> None:
     page = (ROOT / "benchmarks/results/reshard-cpu.md").read_text()
     assert [line.strip() for line in page.splitlines() if "hybrid3d bench " in line] == [
         f"hybrid3d bench {case}" for case in CASES

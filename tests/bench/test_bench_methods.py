@@ -134,7 +134,7 @@ def check(targets: list[dict[str, torch.Tensor]], closed: list[list[int | None]]
         assert sorted(closed[rank], key=str) == [0, 1, None]
 
 
-def test_a_packed_broadcast_brings_every_dense_tensor_to_every_rank_and_experts_in_shards() -> None:
+def test_packed_broadcast_brings_dense_tensors_everywhere_and_experts_in_shards() -> None:
     targets, received, closed = run(
         lambda peers, plan, ends, transport: PackedBroadcast(peers, plan, *ends, transport, torch.device("cpu"))
     )
@@ -146,7 +146,7 @@ def test_a_packed_broadcast_brings_every_dense_tensor_to_every_rank_and_experts_
     assert received == [a + b for a, b in zip(dense, experts, strict=True)]
 
 
-def test_a_gather_on_the_ranks_that_train_sends_what_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gather_on_the_ranks_that_train_sends_what_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank lacks half of each dense tensor of its stage and one of two experts; and half of the other stage."""
     asked: dict[int, list[tuple[Holdings, Demand]]] = {rank: [] for rank in RANKS}
 

@@ -33,7 +33,7 @@ def sparse(*overrides: str) -> Recipe:
     return recipe("mixtral-8x7b", "train.tp=1", "train.pp=1", "train.ep=4", "train.dp=4", "rollout.tp=4", *overrides)
 
 
-def test_what_is_not_scaled_stays() -> None:
+def test_scale_recipe_keeps_what_is_not_scaled() -> None:
     one = dense()
     smaller, config = scale_recipe(one, Scale())
     assert config == read_config(one.model.path)
@@ -49,7 +49,7 @@ def test_widths_shrink_together() -> None:
     assert (config["num_key_value_heads"], config["intermediate_size"], config["vocab_size"]) == (2, 3072, 38016)
 
 
-def test_experts_shrink_and_tokens_are_sent_to_no_more_than_there_are() -> None:
+def test_scale_recipe_shrinks_experts_and_caps_experts_per_token() -> None:
     _, config = scale_recipe(
         recipe("qwen3-30b-a3b", *"train.ep=2 train.tp=1 train.pp=1 train.dp=2 rollout.tp=2 rollout.dp=1".split()),
         Scale(experts=4),
@@ -66,19 +66,19 @@ def test_experts_shrink_and_tokens_are_sent_to_no_more_than_there_are() -> None:
         (sparse(), Scale(experts=6), "--experts 6: .*6.*: --experts 4 is the smallest that works"),
     ],
 )
-def test_a_scale_that_cannot_be_is_refused_with_the_smallest_that_can(one: Recipe, scale: Scale, problem: str) -> None:
+def test_impossible_scale_is_refused_with_smallest_possible_one(one: Recipe, scale: Scale, problem: str) -> None:
     with pytest.raises(RecipeError, match=problem):
         scale_recipe(one, scale)
 
 
-def test_what_was_scaled_is_said() -> None:
+def test_scale_description_names_what_was_scaled() -> None:
     config = read_config(sparse().model.path)
     said = Scale(layers=4, hidden=1024).describe(config)
     assert said == "layers 32 -> 4, hidden size 4096 -> 1024"
     assert Scale().describe(config) == "nothing"
 
 
-def test_a_container_s_limit_counts_and_its_caches_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_container_s_limit_counts_and_its_caches_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "CGROUP", tmp_path)
     for name, content in (
         ("max", "1000\n"),
@@ -92,7 +92,7 @@ def test_a_container_s_limit_counts_and_its_caches_do_not(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("layers", [2, 4, 8])
-def test_what_is_said_of_single_layers_is_scaled_with_them(tmp_path: Path, layers: int) -> None:
+def test_config_values_of_single_layers_are_scaled_with_them(tmp_path: Path, layers: int) -> None:
     """As `AutoConfig` checks it: it refuses a list of another length."""
     config = read_config(dense().model.path) | {"layer_types": ["full_attention"] * 36, "max_window_layers": 36}
     config["num_hidden_layers"] = 36
@@ -112,7 +112,7 @@ def test_layers_without_experts_are_those_that_are_left(tmp_path: Path) -> None:
     assert found["mlp_only_layers"] == [0, 3]
 
 
-def test_a_bench_of_changes_keeps_weights_as_they_are_loaded() -> None:
+def test_bench_of_changes_keeps_weights_as_they_are_loaded() -> None:
     smaller, _ = scale_recipe(dense(), Scale(), changed=0.02)
     assert smaller.rollout is not None
     assert (smaller.rollout.pack_weights, smaller.rollout.sleep) == (False, False)

@@ -40,7 +40,7 @@ def test_positions_in_a_part_are_those_of_numpy(boxes: tuple[Box, Box], seed: in
 
 
 @pytest.mark.parametrize("fraction", [0.02, 0.5, 1.0])
-def test_a_fraction_of_the_elements_changes_and_its_bits_are_set(fraction: float) -> None:
+def test_fraction_of_the_elements_changes_and_its_bits_are_set(fraction: float) -> None:
     """Two pieces of one local tensor, one of which is a strided view of it."""
     box = Box((0, 0), (256, 100))
     pieces = (

@@ -51,7 +51,7 @@ FAULTS: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
 @pytest.mark.processes
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", FAULTS, ids=[model for model, _ in FAULTS])
-def test_every_fault_is_found_and_named(
+def test_certify_finds_and_names_every_fault(
     case: tuple[str, str], tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     model, settings = case
@@ -76,7 +76,7 @@ def wrong_of(result: dict[str, Any]) -> dict[str, list[str]]:
 @pytest.mark.processes
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_healthy_model_is_proven(family: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_healthy_model_is_proven(family: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     model = str(tiny_checkpoint(family))
     printed = hybrid3d(tmp_path, "certify", model, "train.tp=2", "rollout.tp=2", "--json", timeout=300)
     found = json.loads(printed)
@@ -87,7 +87,7 @@ def test_a_healthy_model_is_proven(family: str, tiny_checkpoint: Callable[..., P
     assert all(check["compared"] > 0 for check in found["checks"].values())
 
 
-def test_a_difference_names_the_element() -> None:
+def test_difference_names_the_element() -> None:
     expected = torch.arange(6.0).view(2, 3)
     found = expected.clone()
     assert describe_difference(found, expected) == ""
@@ -102,7 +102,7 @@ def test_a_difference_names_the_element() -> None:
 
 
 @pytest.mark.parametrize("model", MODELS, ids=[path.name for path in MODELS])
-def test_a_tiny_model_has_layers_of_each_kind(model: Path) -> None:
+def test_tiny_model_has_layers_of_each_kind(model: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     small, family = shrunk(config, layers=2), family_of(config)
     kinds = family.representative_layers(config)

@@ -66,7 +66,7 @@ def problems(load: Any, *overrides: str, text: str = DEMO) -> list[str]:
 # ---- what loads
 
 
-def test_the_recipe_of_the_contracts_loads_as_it_stands(load: Any) -> None:
+def test_recipe_of_the_contracts_loads_as_it_stands(load: Any) -> None:
     recipe = load()
     assert recipe.name == "demo-cpu"
     assert recipe.train == Train(tp=2, pp=2, vpp=1, ep=1, etp=1, cp=1, dp=1, micro_batch_size=8)
@@ -199,7 +199,7 @@ def test_defaults(load: Any) -> None:
 
 
 @pytest.mark.parametrize(("where", "estimator"), [("reward", "k1"), ("loss", "k3")])
-def test_the_kl_is_estimated_by_what_holds_a_policy_there(load: Any, where: str, estimator: str) -> None:
+def test_kl_is_estimated_by_what_holds_a_policy_there(load: Any, where: str, estimator: str) -> None:
     assert load(DEMO, [f"algorithm.kl={{where: {where}, coef: 0.1}}"]).algorithm.kl.effective_estimator == estimator
     assert (
         load(DEMO, [f"algorithm.kl={{where: {where}, coef: 0.1, estimator: k2}}"]).algorithm.kl.effective_estimator
@@ -220,7 +220,7 @@ def test_world_size_multiplies_tp_pp_cp_dp_only(load: Any) -> None:
         ("dpo", "samples_per_prompt: 1", 64),
     ],
 )
-def test_sft_trains_on_one_sequence_a_prompt_and_dpo_on_two(load: Any, name: str, samples: str, sequences: int) -> None:
+def test_sft_has_one_sequence_per_prompt_and_dpo_two(load: Any, name: str, samples: str, sequences: int) -> None:
     assert load(DEMO, [f"algorithm={{name: {name}, prompts_per_step: 32, {samples}}}"]).sequences_per_step == sequences
 
 
@@ -257,20 +257,20 @@ def test_overrides_fill_a_section_that_is_null(load: Any) -> None:
     assert load(recipe_to_yaml(load(SFT)), overrides).rollout == Rollout(max_model_len=9, max_new_tokens=3)
 
 
-def test_a_later_override_wins(load: Any) -> None:
+def test_later_override_wins(load: Any) -> None:
     assert load(DEMO, ["train.tp=1", "train.tp=4"]).train.tp == 4
 
 
 @pytest.mark.parametrize(
     ("text", "value"), [("1e-4", 1e-4), ("'1e-4'", 1e-4), ("2", 2.0), ("2E+1", 20.0), (".5", 0.5), ("0", 0.0)]
 )
-def test_a_float_may_be_written_as_people_write_it(load: Any, text: str, value: float) -> None:
+def test_float_may_be_written_as_people_write_it(load: Any, text: str, value: float) -> None:
     lr = load(DEMO, [f"optimizer.lr={text}"]).optimizer.lr
     assert lr == value
     assert type(lr) is float
 
 
-def test_it_imports_without_torch_and_fast() -> None:
+def test_config_imports_fast_and_without_torch() -> None:
     code = (
         "import sys, time; start = time.process_time(); import hybrid3d.config; print(time.process_time() - start)\n"
         "print(*{name.partition('.')[0] for name in sys.modules} & {'torch', 'numpy', 'pyarrow', 'transformers'})"
@@ -287,7 +287,7 @@ def test_it_imports_without_torch_and_fast() -> None:
 # ---- what does not load, in the file alone
 
 
-def test_every_problem_in_one_message(load: Any, tmp_path: Path) -> None:
+def test_recipe_error_has_every_problem_in_one_message(load: Any, tmp_path: Path) -> None:
     overrides = ["train.ttp=3", "train.pp=0", "run.seed=true", "optimizer.lr=fast", "data.columns=1", "reward.name=' '"]
     with pytest.raises(RecipeError) as caught:
         load(DEMO.replace("path: build/demo/model, ", ""), overrides)
@@ -310,7 +310,7 @@ def test_every_problem_in_one_message(load: Any, tmp_path: Path) -> None:
     )
 
 
-def test_the_error_survives_pickling(load: Any) -> None:
+def test_error_survives_pickling(load: Any) -> None:
     with pytest.raises(RecipeError) as caught:
         load(DEMO, ["train.tp=0"])
     again = pickle.loads(pickle.dumps(caught.value))
@@ -409,7 +409,7 @@ def test_the_error_survives_pickling(load: Any) -> None:
         ),
     ],
 )
-def test_one_mistake_one_problem(load: Any, override: str, problem: str) -> None:
+def test_recipe_mistake_makes_one_problem(load: Any, override: str, problem: str) -> None:
     found = problems(load, override)
     assert [" ".join(line.split()) for line in found] == [problem]
 
@@ -506,11 +506,11 @@ def test_padded_micro_batches_of_unlike_shapes_are_not_interleaved(load: Any) ->
         ),
     ],
 )
-def test_settings_of_ranks_with_both_engines_are_refused_on_split_ranks(load: Any, override: str, problem: str) -> None:
+def test_settings_of_colocated_ranks_are_refused_on_split_ranks(load: Any, override: str, problem: str) -> None:
     assert problems(load, "roles.generation.ranks=2", override) == [f"{problem}: leave it out"]
 
 
-def test_generation_runs_ahead_only_on_ranks_of_its_own_and_corrected(load: Any) -> None:
+def test_generation_ahead_needs_ranks_of_its_own_and_correction(load: Any) -> None:
     assert problems(load, "async.max_staleness=1") == [
         "async.max_staleness=1: the ranks that train also generate: set roles.generation.ranks or async.partial",
         "async.max_staleness=1: older weights than those that are trained generate the samples, and "
@@ -566,7 +566,7 @@ def test_partial_rollouts_have_a_bound_and_whole_batches_no_say(load: Any) -> No
     ]
 
 
-def test_a_tp_group_that_fits_into_a_node_is_not_on_two(load: Any) -> None:
+def test_tp_group_that_fits_a_node_is_not_on_two(load: Any) -> None:
     split = ["roles.generation.ranks=8", "machine.gpus_per_node=8"]
     assert problems(load, *split, "rollout.tp=8") == [
         "rollout.tp=8: the TP group of ranks 4 to 11 would be on two nodes of machine.gpus_per_node=8 ranks: let the 4 "
@@ -614,7 +614,7 @@ def test_settings_that_ranks_for_rewards_do_not_have_are_refused(load: Any) -> N
     )
 
 
-def test_the_contradictions_borders_load(load: Any) -> None:
+def test_contradictions_borders_load(load: Any) -> None:
     falling = ["optimizer.min_lr=1e-4", "optimizer.schedule=linear"]
     recipe = load(DEMO, ["algorithm.kl={where: none, coef: 0}", "optimizer.warmup_steps=79", *falling])
     load(DEMO, ["train.max_tokens_per_micro_batch=256", "train.packed=true", "train.vpp=2"])
@@ -692,7 +692,7 @@ def test_unknown_keys_that_are_not_strings(load: Any) -> None:
         ),
     ],
 )
-def test_what_contradicts_ppo(load: Any, overrides: list[str], problem: str) -> None:
+def test_ppo_refuses_settings_that_contradict_it(load: Any, overrides: list[str], problem: str) -> None:
     assert problems(load, "algorithm.name=ppo", *overrides) == [problem]
 
 
@@ -714,7 +714,7 @@ def test_what_contradicts_ppo(load: Any, overrides: list[str], problem: str) -> 
         ),
     ],
 )
-def test_what_contradicts_sft(load: Any, overrides: list[str], said: list[str]) -> None:
+def test_sft_refuses_settings_that_contradict_it(load: Any, overrides: list[str], said: list[str]) -> None:
     assert problems(load, *overrides, text=SFT) == said
 
 
@@ -733,7 +733,7 @@ AGENTS = "rollout.agents.timeout_seconds=5"
         ),
     ],
 )
-def test_what_agents_cannot_be_combined_with(load: Any, settings: list[str], problem: str) -> None:
+def test_agents_refuse_settings_they_cannot_be_combined_with(load: Any, settings: list[str], problem: str) -> None:
     load(DEMO, [AGENTS, "reward.max_failures=0.5"])  # which a reward by name alone never has
     load(DEMO, [AGENTS, "reward.model=judge"])
     load(DEMO, [AGENTS, "roles.reward.ranks=2"])
@@ -747,7 +747,7 @@ def test_agents_of_every_rank_have_a_port(load: Any) -> None:
     ]
 
 
-def test_only_agents_with_a_key_use_an_endpoint_that_other_machines_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agents_need_a_key_where_other_machines_reach_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HYBRID3D_API_KEY", raising=False)
     assert find_agent_problems(Agents()) == []
     assert find_agent_problems(Agents(host="0.0.0.0", command="no-such-agent --fast")) == [

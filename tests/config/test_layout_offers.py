@@ -101,7 +101,7 @@ def offers_of(line: str) -> Iterator[tuple[str, Any]]:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", None])
 @pytest.mark.parametrize("shape", [DENSE, SPARSE, LATENT], ids=["dense", "sparse", "latent"])
-def test_what_is_offered_is_accepted(shape: ModelShape, device: Device | None) -> None:
+def test_offered_layout_values_are_accepted(shape: ModelShape, device: Device | None) -> None:
     draw, refused = random.Random(1), 0
     for _ in range(40):
         settings = {key: draw.choice(values) for key, values in VALUES.items() if draw.random() < 0.4}
@@ -167,7 +167,7 @@ def test_to_the_letter(settings: dict[str, Any], lines: list[str]) -> None:
     # 3 blocks of 128 tokens, of 12 layers with keys and values of 4 heads of 32
     [("float32", 1, 0.005, 3 * 128 * 12 * 2 * 4 * 32 * 4), ("bfloat16", 2, 0.002, 3 * 128 * 12 * 2 * 2 * 32 * 2)],
 )
-def test_a_kv_cache_has_room_for_one_sequence(dtype: str, rollout_tp: int, least: float, bytes_needed: int) -> None:
+def test_kv_cache_has_room_for_one_sequence(dtype: str, rollout_tp: int, least: float, bytes_needed: int) -> None:
     train = {"train.tp": 2, "model.dtype": dtype, "rollout.tp": rollout_tp}
     short = bytes_needed / 2**30 - 1e-6
     assert problems_of({**train, "rollout.kv_cache_gib": bytes_needed / 2**30}, DENSE, "cpu") == []

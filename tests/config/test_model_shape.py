@@ -106,7 +106,7 @@ def find_problems(load: Callable[..., Recipe]) -> FindProblems:
     return find
 
 
-def test_the_demo_fits(find_problems: FindProblems) -> None:
+def test_demo_fits(find_problems: FindProblems) -> None:
     assert find_problems() == []
     assert find_problems(text=SFT) == []
 
@@ -271,7 +271,7 @@ def test_suggested_values_satisfy_all_rules_of_their_key(find_problems: FindProb
     ]
 
 
-def test_the_vocabulary_as_vllm_pads_it(find_problems: FindProblems) -> None:
+def test_vocabulary_as_vllm_pads_it(find_problems: FindProblems) -> None:
     """500 is padded to 512, which 3 does not divide; 570 is padded to 576 = 3 x 192."""
     shape = replace(SHAPE, num_attention_heads=6, num_key_value_heads=3, intermediate_size=192, hidden_size=192)
     overrides = ["train.tp=3", "train.pp=1", "rollout.tp=3"]
@@ -315,7 +315,7 @@ def test_dpo_divides_pairs_over_ranks_and_sequences_into_micro_batches(find_prob
     ]
 
 
-def test_a_budget_of_tokens_takes_any_number_of_sequences(find_problems: FindProblems) -> None:
+def test_budget_of_tokens_takes_any_number_of_sequences(find_problems: FindProblems) -> None:
     overrides = ["train.micro_batch_size=24", "train.dp=2", "train.max_tokens_per_micro_batch=512"]
     assert find_problems(*overrides[1:]) == find_problems(*overrides) == []
     assert len(find_problems(*overrides[:2])) == 1
@@ -324,7 +324,7 @@ def test_a_budget_of_tokens_takes_any_number_of_sequences(find_problems: FindPro
     assert find_problems(*overrides[2:], *interleaved[:2], "algorithm.prompts_per_step=2", "rollout.tp=4") == []
 
 
-def test_every_misfit_in_one_message(load: Callable[..., Recipe]) -> None:
+def test_check_layout_reports_every_misfit_in_one_message(load: Callable[..., Recipe]) -> None:
     with pytest.raises(RecipeError) as caught:
         check_layout(load("train.ep=2", "train.pp=3", "rollout.max_model_len=600"), SHAPE, device="cpu")
     assert str(caught.value).splitlines()[0] == "recipe demo-cpu does not fit its model:"
@@ -375,13 +375,13 @@ def test_layouts_of_experts_that_do_not_fit(find_problems: FindProblems, overrid
     assert expected in problem
 
 
-def test_what_is_only_planned_may_be_more_than_this_machine_runs(find_problems: FindProblems) -> None:
+def test_planned_layout_may_exceed_what_this_machine_runs(find_problems: FindProblems) -> None:
     wide = ["rollout.expert_parallel=true", "rollout.dp=2", "train.cp=2", "train.dp=2", "train.ep=8"]
     assert find_problems(*wide, shape=SPARSE, device=None) == []
     assert len(find_problems(*wide, shape=SPARSE)) == 1
 
 
-def test_an_engine_has_an_expert_for_each_of_its_ranks(find_problems: FindProblems) -> None:
+def test_engine_has_an_expert_for_each_of_its_ranks(find_problems: FindProblems) -> None:
     wide = ["rollout.expert_parallel=true", "train.dp=8", "algorithm.prompts_per_step=32"]
     assert find_problems(*wide, "rollout.dp=4", shape=SPARSE, device=None) == []
     (problem,) = find_problems(*wide, "rollout.dp=8", shape=SPARSE, device=None)

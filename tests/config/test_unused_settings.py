@@ -75,7 +75,9 @@ def problems(folder: Path, text: str, *overrides: str) -> list[str]:
         ("reward.max_failures=0", "reward.max_failures=0 has no effect", ["rollout.environment=calculator"]),
     ],
 )
-def test_of_reinforcement_learning(tmp_path: Path, given: str, said: str, puts_to_use: list[str]) -> None:
+def test_unused_settings_of_reinforcement_learning_are_refused(
+    tmp_path: Path, given: str, said: str, puts_to_use: list[str]
+) -> None:
     (problem,) = problems(tmp_path, RL, given)
     assert problem.startswith(said), problem
     key, default = given.partition("=")[0], problem.rpartition(": leave it out, or set it to ")[2]
@@ -83,7 +85,7 @@ def test_of_reinforcement_learning(tmp_path: Path, given: str, said: str, puts_t
     assert problems(tmp_path, RL, given, *puts_to_use) == []
 
 
-def test_a_bound_that_only_masks_have(tmp_path: Path) -> None:
+def test_bound_that_only_masks_have(tmp_path: Path) -> None:
     for kind in ("truncate", "sequence_truncate"):
         (problem,) = problems(tmp_path, RL, f"algorithm.correction={{kind: {kind}, low: 0.1}}")
         assert problem.startswith(
@@ -92,7 +94,7 @@ def test_a_bound_that_only_masks_have(tmp_path: Path) -> None:
     assert problems(tmp_path, RL, "algorithm.correction={kind: sequence_mask, low: 0.1}") == []
 
 
-def test_of_the_kl(tmp_path: Path) -> None:
+def test_unused_settings_of_kl_are_refused(tmp_path: Path) -> None:
     none = "algorithm.kl={where: none, estimator: k3, target: 1, horizon: 500}"
     assert [line.split("=")[0] for line in problems(tmp_path, RL, none)][:3] == [
         "algorithm.kl.estimator",
@@ -107,7 +109,7 @@ def test_of_the_kl(tmp_path: Path) -> None:
     assert problems(tmp_path, RL, "algorithm.kl={where: loss, coef: 0.1, horizon: 5000, target: 1}") == []
 
 
-def test_the_kl_needs_a_coefficient_only_where_it_is_used(tmp_path: Path) -> None:
+def test_kl_needs_a_coefficient_only_where_it_is_used(tmp_path: Path) -> None:
     assert problems(tmp_path, RL, "algorithm.kl={where: none}") == []
     assert problems(tmp_path, RL, "algorithm.kl.where=none") == []
     for where in ("loss", "reward"):
@@ -117,7 +119,7 @@ def test_the_kl_needs_a_coefficient_only_where_it_is_used(tmp_path: Path) -> Non
         assert problems(tmp_path, RL, f"algorithm.kl={{where: {where}, coef: 0}}") == []
 
 
-def test_of_the_critics_optimizer(tmp_path: Path) -> None:
+def test_unused_settings_of_critic_optimizer_are_refused(tmp_path: Path) -> None:
     (problem,) = problems(tmp_path, RL, PPO, "critic.optimizer={lr: 0.01, min_lr: 0.001}")
     assert problem.startswith("critic.optimizer.min_lr=0.001 has no effect")
     assert problems(tmp_path, RL, PPO, "critic.optimizer={lr: 0.01, min_lr: 0.001, schedule: linear}") == []
@@ -150,7 +152,7 @@ def test_of_the_critics_optimizer(tmp_path: Path) -> None:
         "sync.shared_memory=never",
     ],
 )
-def test_of_supervised_learning(tmp_path: Path, given: str) -> None:
+def test_unused_settings_of_supervised_learning_are_refused(tmp_path: Path, given: str) -> None:
     (problem,) = problems(tmp_path, SFT, given)
     assert problem.startswith(given.partition("=")[0])
     assert "has no effect: algorithm.name=sft" in problem
@@ -159,7 +161,7 @@ def test_of_supervised_learning(tmp_path: Path, given: str) -> None:
 DPO = SFT.replace("name: sft", "name: dpo")
 
 
-def test_of_preference_pairs(tmp_path: Path) -> None:
+def test_unused_settings_of_preference_pairs_are_refused(tmp_path: Path) -> None:
     used = ["run.eval_every=5", "data.chosen=good", "data.rejected=bad"]
     used.append("algorithm.kl={where: none, reference: other}")
     smoothed = "algorithm.preference={beta: 0.5, label_smoothing: 0.1, sft_coef: 1}"
@@ -199,7 +201,7 @@ def test_of_preference_pairs(tmp_path: Path) -> None:
         assert "has no effect: algorithm.name=grpo" in said
 
 
-def test_what_a_later_evaluation_reads(tmp_path: Path) -> None:
+def test_settings_that_a_later_evaluation_reads_are_accepted(tmp_path: Path) -> None:
     generates = ["rollout={max_model_len: 256, max_new_tokens: 16}"]
     sampled = ["evaluation={samples: 4, temperature: 1, k: [2], data: {more: c.parquet}}", "rollout.stop=[x]"]
     assert problems(tmp_path, SFT, *generates, *sampled) == []
@@ -208,12 +210,12 @@ def test_what_a_later_evaluation_reads(tmp_path: Path) -> None:
     assert problems(tmp_path, SFT, *generates, "reward.name=math", "reward.workers=4", "sync.bucket_mib=32") == []
 
 
-def test_what_is_computed_in_process_is_what_the_registries_say() -> None:
+def test_rewards_and_environments_in_process_match_the_registries() -> None:
     rewards = {name for name, reward in REWARDS.items() if not reward.pooled}
     assert rewards | {*ENVIRONMENTS} == IN_PROCESS
 
 
-def test_where_no_experts_can_be_replayed(tmp_path: Path) -> None:
+def test_router_replay_is_refused_where_no_experts_can_be_replayed(tmp_path: Path) -> None:
     for replay in ("old", "rollout"):
         assert problems(tmp_path, RL, f"train.router_replay={replay}") == []  # whether it has experts is in its config
         assert problems(tmp_path, SFT, f"train.router_replay={replay}") == [
@@ -235,7 +237,7 @@ def test_where_no_experts_can_be_replayed(tmp_path: Path) -> None:
     ]
 
 
-def test_a_date_without_a_template_is_refused(tmp_path: Path) -> None:
+def test_date_without_a_template_is_refused(tmp_path: Path) -> None:
     day = "data.date='2031-01-02'"
     assert problems(tmp_path, RL, day, "data.chat_template=true") == []
     assert problems(tmp_path, RL, day, "rollout.agents={port: 9000}") == []

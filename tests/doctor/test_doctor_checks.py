@@ -24,7 +24,7 @@ NEEDS_A_GPU = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(3700)
-def test_all_that_can_pass_on_a_cpu_passes(tmp_path: Path) -> None:
+def test_gpu_checks_that_can_pass_on_a_cpu_pass(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hybrid3d", "doctor", "--gpu", "--device", "cpu"]
     done = subprocess.run(command, cwd=tmp_path, env=environment("doctor"), capture_output=True, text=True)
     report = json.loads(done.stdout.splitlines()[-1])
@@ -38,7 +38,7 @@ def test_all_that_can_pass_on_a_cpu_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_without_vllm_what_remains_starts_and_the_rest_names_it(tmp_path: Path) -> None:
+def test_gpu_checks_without_vllm_run_or_name_what_they_need(tmp_path: Path) -> None:
     """As where only torch and Megatron are installed: of vLLM's and our dependencies some cannot be imported."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys, importlib.machinery as machinery\n"

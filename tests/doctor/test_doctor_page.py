@@ -122,7 +122,7 @@ def install(folder: Path, name: str, version: str) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("name", "severity"), [("transformers", CANNOT_START), ("rich", SLOW)])
-def test_a_package_of_another_version(doctor: Doctor, tmp_path: Path, name: str, severity: str) -> None:
+def test_package_of_another_version(doctor: Doctor, tmp_path: Path, name: str, severity: str) -> None:
     install(tmp_path / "site", name, "4.0.0")
     expect = 1 if severity == CANNOT_START else 0
     found = the_one(doctor(*only("packages"), expect=expect, PYTHONPATH=str(tmp_path / "site")), severity)
@@ -143,7 +143,7 @@ def pinned(name: str) -> str:
 
 
 @pytest.mark.processes
-def test_too_few_open_files(doctor: Doctor) -> None:
+def test_open_files_limit_too_low_is_found_and_mended(doctor: Doctor) -> None:
     arguments = [str(RECIPE), *only("limits")]
     found = the_one(doctor(*arguments, before="ulimit -Sn 100", expect=1), CANNOT_START)
     assert found["found"].startswith("ulimit -n (open files) is 100")
@@ -157,7 +157,7 @@ def test_too_few_open_files(doctor: Doctor) -> None:
 
 @pytest.mark.processes
 @namespaces
-def test_too_little_shared_memory(doctor: Doctor) -> None:
+def test_shared_memory_too_small_is_found_and_mended(doctor: Doctor) -> None:
     arguments, small = [str(RECIPE), *only("shared-memory")], "mount -t tmpfs -o size=64m none /dev/shm"
     found = the_one(doctor(*arguments, before=small, apart="--mount", expect=1), CANNOT_START)
     assert "64 MiB free of 64, 4 ranks need 512" in found["found"]
@@ -179,7 +179,7 @@ def test_too_little_shared_memory(doctor: Doctor) -> None:
     ],
     ids=["read-only", "full"],
 )
-def test_a_run_folder_that_cannot_be_written(doctor: Doctor, tmp_path: Path, mount: str, why: str) -> None:
+def test_run_folder_that_cannot_be_written(doctor: Doctor, tmp_path: Path, mount: str, why: str) -> None:
     (tmp_path / "runs").mkdir()
     arguments = [str(RECIPE), *only("run-folder")]
     found = the_one(doctor(*arguments, before=mount, apart="--mount", expect=1), CANNOT_START)
@@ -209,7 +209,7 @@ def test_locks_that_fail(doctor: Doctor) -> None:
         ("import sys\nprint(len(open(sys.argv[1]).read()))\nprint('taken')", SLOW, "keep another process out"),
     ],
 )
-def test_what_another_process_sees(
+def test_run_folder_check_reports_what_another_process_sees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str, severity: str, found: str
 ) -> None:
     """What it does is replaced, because a file system that is not coherent cannot be made here."""
@@ -222,7 +222,7 @@ def test_what_another_process_sees(
 
 @pytest.mark.processes
 @namespaces
-def test_a_host_name_that_does_not_resolve(doctor: Doctor, tmp_path: Path) -> None:
+def test_host_name_that_does_not_resolve(doctor: Doctor, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("127.0.0.1 localhost\n")
     (tmp_path / "nsswitch.conf").write_text("hosts: files\n")
     mounts = [f"mount --bind {tmp_path / name} /etc/{name}" for name in ("hosts", "nsswitch.conf") if exists(name)]
@@ -261,7 +261,7 @@ def test_loopback_that_is_down(doctor: Doctor) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("variable", ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
-def test_an_interface_that_does_not_exist(doctor: Doctor, variable: str) -> None:
+def test_interface_that_does_not_exist(doctor: Doctor, variable: str) -> None:
     found = the_one(doctor(*only("interfaces"), expect=1, **{variable: "nosuch0"}), CANNOT_START)
     assert f"{variable}='nosuch0' selects no interface" in found["found"]
     assert f"unset {variable}" in found["fix"]
@@ -272,7 +272,7 @@ def test_an_interface_that_does_not_exist(doctor: Doctor, variable: str) -> None
 
 
 @pytest.mark.processes
-def test_a_port_that_is_in_use(doctor: Doctor) -> None:
+def test_port_that_is_in_use(doctor: Doctor) -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
@@ -285,7 +285,7 @@ def test_a_port_that_is_in_use(doctor: Doctor) -> None:
 
 @pytest.mark.processes
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_more_ranks_than_cores(doctor: Doctor) -> None:
+def test_cores_fewer_than_ranks_are_found_and_mended(doctor: Doctor) -> None:
     first, second = sorted(os.sched_getaffinity(0))[:2]
     arguments = [str(RECIPE), *only("cores"), *TWO_RANKS]
     found = the_one(doctor(*arguments, before=f"taskset -cp {first} $$ > /dev/null"), SLOW)
@@ -297,7 +297,7 @@ def test_more_ranks_than_cores(doctor: Doctor) -> None:
 
 @pytest.mark.engines
 @namespaces
-def test_a_recipe_that_cannot_start_here(doctor: Doctor, demo: Path, tmp_path: Path) -> None:
+def test_recipe_that_cannot_start_here(doctor: Doctor, demo: Path, tmp_path: Path) -> None:
     """Everything that is wrong is named at once, in three rounds of advice."""
     (tmp_path / "build").mkdir()
     (tmp_path / "build" / "demo").symlink_to(demo)
@@ -346,7 +346,7 @@ def test_groups_are_measured_against_what_plan_assumes(doctor: Doctor) -> None:
 
 @pytest.mark.engines
 @pytest.mark.slow
-def test_the_nodes_of_a_launcher_are_examined_by_their_first_ranks(tmp_path: Path) -> None:
+def test_nodes_of_a_launcher_are_examined_by_their_first_ranks(tmp_path: Path) -> None:
     """Groups are not measured where the nodes cannot start a run, so that the page is printed all the same."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
     command += ["--rdzv-endpoint", "127.0.0.1:0", *DOCTOR, str(RECIPE), *TWO_RANKS, "--json"]
@@ -389,7 +389,9 @@ def measurement(name: str, link: str, gb_per_s: float) -> dict[str, Any]:
         ("sync", 1, False, SLOW, "machine.network_gb_per_s=1"),
     ],
 )
-def test_what_differs_by_a_fifth_is_told(name: str, gb_per_s: float, on_gpus: bool, severity: str, fix: str) -> None:
+def test_measured_bandwidth_off_by_a_fifth_is_told(
+    name: str, gb_per_s: float, on_gpus: bool, severity: str, fix: str
+) -> None:
     recipe = load_recipe(RECIPE)  # its machine has 50 GB/s between nodes
     (found,) = groups.describe(recipe, [measurement(name, "network", gb_per_s)], on_gpus)
     assert (found.severity, found.fix) == (severity, fix)
@@ -436,7 +438,7 @@ UNSEEN = {"gpus": [], "versions": {"cuda": "13.0"}}
         (6, "Active", SLOW, "(hw_slowdown)", "nvidia-smi -q"),
     ],
 )
-def test_a_gpu_that_is_not_well(
+def test_gpu_that_is_not_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, column: int, value: str, severity: str, found: str, fix: str
 ) -> None:
     assert {one.severity for one in gpu_findings(tmp_path, monkeypatch, [HEALTHY], SEEN)} == {OK}
@@ -475,12 +477,12 @@ def test_gpus_that_torch_does_not_see(tmp_path: Path, monkeypatch: pytest.Monkey
         ("^=eth0", ["lo", "eth1", "docker0", "ib0"]),
     ],
 )
-def test_which_interfaces_nccl_selects(text: str, selected: list[str]) -> None:
+def test_nccl_interface_selection_follows_its_documentation(text: str, selected: list[str]) -> None:
     """The rules of NCCL_SOCKET_IFNAME in NCCL's documentation."""
     assert network._nccl(text, ["lo", "eth0", "eth1", "docker0", "ib0"]) == selected
 
 
-def test_the_limits_are_those_of_the_launch_scripts() -> None:
+def test_limits_are_those_of_the_launch_scripts() -> None:
     script = (ROOT / "launch" / "prepare-node.sh").read_text()
     numbers = re.findall(r"needed=\$\(\((?:(\d+) \+ )?(\d+) \* (?:ranks|world)\)\)", script)
     assert numbers == [
@@ -509,7 +511,7 @@ SUBJECTS = [
 ]
 
 
-def test_the_page_has_every_finding_and_the_verdict() -> None:
+def test_page_has_every_finding_and_the_verdict() -> None:
     text = [line for line, _ in format_page(None, SUBJECTS, None)]
     assert text == [
         "limits",
@@ -551,13 +553,13 @@ def test_mistakes_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> Non
         assert message in capsys.readouterr().err
 
 
-def test_the_recipe_may_follow_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipe_may_follow_json(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--json", str(RECIPE), "name=other"], [str(RECIPE), "--json", "name=other"]):
         assert cli.main(["doctor", *only("cores"), *arguments]) == 0
         assert json.loads(capsys.readouterr().out)["recipe"] == "other"
 
 
-def test_the_page_of_the_documentation_has_every_subject() -> None:
+def test_page_of_the_documentation_has_every_subject() -> None:
     page = (ROOT / "docs" / "doctor.md").read_text()
     _, _, table = page.partition("## What is examined")
     named = re.findall(r"^\| `([\w-]+)` \|", table.partition("\n## ")[0], re.MULTILINE)

@@ -89,7 +89,7 @@ def test_strips_tile_both_sides_exactly_once(architecture: str, config: dict[str
 
 @pytest.mark.parametrize("architecture", DENSE)
 @pytest.mark.parametrize("sizes", [(4, 2, 8), (4, 4, 8), (6, 1, 8), (4, 2, 16)], ids=str)
-def test_every_row_of_transformers_model_is_named(architecture: str, sizes: tuple[int, int, int]) -> None:
+def test_family_strips_name_every_row_of_transformers_model(architecture: str, sizes: tuple[int, int, int]) -> None:
     """Names and heights are those of the state dict that transformers itself builds from the same config."""
     import transformers
 
@@ -135,7 +135,7 @@ def test_qkv_is_interleaved_as_megatron_takes_it_apart(config: dict[str, Any], b
     assert apart[:, -1].reshape(v.shape).equal(v)
 
 
-def test_without_groups_every_head_is_one() -> None:
+def test_grouped_qkv_without_groups_takes_each_head_as_one() -> None:
     """As `LlamaConfig` has it: the key is absent from configs older than grouped-query attention."""
     config = {"num_attention_heads": 3, "hidden_size": 12}
     qkv = GroupedQKV("q", "k", "v")
@@ -176,7 +176,7 @@ def test_names_within_a_layer(architecture: str) -> None:
 
 
 @pytest.mark.parametrize("names", [["GemmaForCausalLM"], [], None])
-def test_an_unknown_architecture_is_told_the_known_ones(names: list[str] | None) -> None:
+def test_unknown_architecture_is_told_the_known_ones(names: list[str] | None) -> None:
     with pytest.raises(UnsupportedModel) as caught:
         family_of({"architectures": names})
     assert repr(names[0] if names else "(none)") in str(caught.value)
@@ -184,7 +184,7 @@ def test_an_unknown_architecture_is_told_the_known_ones(names: list[str] | None)
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
-def test_a_known_architecture_that_is_not_supported_is_told_what_is_missing(name: str, tmp_path: Path) -> None:
+def test_unsupported_known_architecture_is_told_what_is_missing(name: str, tmp_path: Path) -> None:
     """By name, also where the config has the sizes elsewhere; the models that are named instead are supported."""
     import transformers
 
@@ -227,7 +227,7 @@ def default_config(architecture: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_what_transformers_writes_by_default_is_supported(architecture: str) -> None:
+def test_transformers_default_configs_are_supported(architecture: str) -> None:
     assert family_of(default_config(architecture)) is FAMILIES[architecture]
 
 
@@ -307,7 +307,7 @@ YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4
         (GLM, {"head_dim": 10, "rope_parameters": {}, "partial_rotary_factor": 0.25}, "rotates 2.5 dims"),
     ],
 )
-def test_what_would_not_be_computed_faithfully_is_refused(
+def test_family_of_refuses_settings_it_would_not_compute_faithfully(
     architecture: str, setting: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UnsupportedModel) as caught:
@@ -329,7 +329,7 @@ def test_what_would_not_be_computed_faithfully_is_refused(
         (GLM, (*EXPERT_COUNTS, "num_key_value_heads", "head_dim", "first_k_dense_replace", "routed_scaling_factor")),
     ],
 )
-def test_what_a_config_must_say_is_named(architecture: str, keys: tuple[str, ...]) -> None:
+def test_required_config_key_is_named_when_missing(architecture: str, keys: tuple[str, ...]) -> None:
     """Where it is silent, libraries take it for different numbers."""
     whole = default_config(architecture)
     for key in keys:
@@ -338,7 +338,7 @@ def test_what_a_config_must_say_is_named(architecture: str, keys: tuple[str, ...
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_the_base_of_the_rotary_embedding_is_transformers_own_where_none_is_said(architecture: str) -> None:
+def test_rotary_base_defaults_to_that_of_transformers(architecture: str) -> None:
     config = {k: v for k, v in default_config(architecture).items() if k != "rope_parameters"}
     assert FAMILIES[architecture].rope(config).theta == default_config(architecture)["rope_parameters"]["rope_theta"]
 
@@ -380,7 +380,7 @@ def test_rope_means_what_transformers_reads_in_it(scaling: dict[str, Any] | None
         ({"rope_parameters": {"rope_theta": 1e6}, "partial_rotary_factor": 1}, 1.0),
     ],
 )
-def test_a_part_of_each_head_is_rotated(config: dict[str, Any], fraction: float) -> None:
+def test_part_of_each_head_is_rotated(config: dict[str, Any], fraction: float) -> None:
     assert FAMILIES[GLM].rope(config | {"head_dim": 128}).fraction == fraction
 
 

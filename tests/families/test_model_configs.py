@@ -29,7 +29,7 @@ def shapes_in_transformers(folder: str) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in saved.items()}
 
 
-def test_every_config_is_in_the_table() -> None:
+def test_model_configs_are_all_in_the_table() -> None:
     assert PUBLISHED.keys() == {path.parent.name for path in MODELS.glob("*/config.json")}
     assert {path.name for path in MODELS.rglob("*") if path.is_file()} == {"README.md", "config.json"}
 
@@ -38,7 +38,7 @@ def test_every_config_is_in_the_table() -> None:
 # arXiv 2412.19437 (671B without the layer that predicts further tokens); those of GLM-4.5-Air and Kimi-K2 are
 # transformers' own.
 @pytest.mark.parametrize("folder", PUBLISHED)
-def test_it_has_the_published_parameters(folder: str) -> None:
+def test_model_config_has_the_published_parameters(folder: str) -> None:
     assert sum(math.prod(shape) for shape in shapes_in_transformers(folder).values()) == PUBLISHED[folder]
 
 

@@ -38,7 +38,7 @@ def flip(box: torch.Tensor, draw: random.Random) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_flipped_bit_is_found_in_its_tensor_and_nothing_else(
+def test_verify_finds_each_flipped_bit_in_its_tensor_alone(
     family: str, grid: Grid, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw = random.Random(family)

@@ -85,7 +85,7 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
     made.close()
 
 
-def test_without_the_run_s_key_nobody_gets_a_session(endpoint: Endpoint) -> None:
+def test_endpoint_gives_no_session_without_the_run_s_key(endpoint: Endpoint) -> None:
     assert len(endpoint.server.key) >= 32
     session = endpoint.take()
     paths = ("/sessions", f"/sessions/{session['id']}/end", f"/sessions/{session['id']}/v1/completions")
@@ -108,18 +108,18 @@ def test_without_the_run_s_key_nobody_gets_a_session(endpoint: Endpoint) -> None
         ({"host": "127.0.0.1.evil.example"}, "wrong_host"),
     ],
 )
-def test_a_page_in_a_browser_gets_nothing(endpoint: Endpoint, headers: dict[str, str], code: str) -> None:
+def test_page_in_a_browser_gets_nothing(endpoint: Endpoint, headers: dict[str, str], code: str) -> None:
     answer = endpoint.client.post("/sessions", headers=headers)
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, code)
     assert not any(one.offers for one in endpoint.sessions)
 
 
 @pytest.mark.parametrize("host", ["localhost:1234", "127.0.0.1", "[::1]:80", "LOCALHOST"])
-def test_a_name_of_this_machine_is_right(endpoint: Endpoint, host: str) -> None:
+def test_name_of_this_machine_is_right(endpoint: Endpoint, host: str) -> None:
     assert endpoint.client.post("/sessions", headers={"host": host}).status_code == 200
 
 
-def test_the_program_gets_the_key_in_its_environment(endpoint: Endpoint, tmp_path: Path) -> None:
+def test_program_gets_the_key_in_its_environment(endpoint: Endpoint, tmp_path: Path) -> None:
     out = tmp_path / "told"
     told = "os.environ['HYBRID3D_API_KEY'] + ' ' + os.environ['HYBRID3D_ENDPOINT']"
     (tmp_path / "agent.py").write_text(f"import os, sys; open(sys.argv[1], 'w').write({told})")
@@ -129,7 +129,7 @@ def test_the_program_gets_the_key_in_its_environment(endpoint: Endpoint, tmp_pat
     program.close()
 
 
-def test_a_session_of_a_client_that_goes_at_once_is_offered_again_unharmed(endpoint: Endpoint) -> None:
+def test_session_of_departed_client_is_offered_again_unharmed(endpoint: Endpoint) -> None:
     """All sessions: an agent that comes later gets each of them, and none counts as one that nobody called."""
     address = endpoint.server._socket.getsockname()
     head = f"POST /sessions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {endpoint.server.key}\r\n"
@@ -198,7 +198,7 @@ def test_whatever_is_sent_is_no_fault_of_the_server(endpoint: Endpoint) -> None:
     assert end.json() == {"ended": True}
 
 
-def test_what_takes_long_to_tokenize_does_not_keep_the_engine_waiting(
+def test_long_tokenization_does_not_keep_the_engine_waiting(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A long prompt is tokenized while the engine goes on; one that cannot fit is not tokenized at all."""

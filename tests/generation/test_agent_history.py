@@ -62,7 +62,7 @@ def ids_of(tokenizer: Any, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("template", [PLAIN, STRIPS])
-def test_a_repeated_history_continues_its_tokens(tokenizer: Any, template: str) -> None:
+def test_repeated_history_continues_its_tokens(tokenizer: Any, template: str) -> None:
     of = history(tokenizer, template)
     first = chat(of, user("12+13?"))
     branch = of.begin(first)
@@ -109,7 +109,7 @@ def test_bytes_of_no_character_and_special_tokens_are_kept(tokenizer: Any) -> No
         [{"role": "system", "content": "Be brief."}, user("12+13?"), assistant(" 25"), user("sure?")],
     ],
 )
-def test_a_changed_history_begins_a_branch(tokenizer: Any, changed: list[dict[str, Any]]) -> None:
+def test_changed_history_begins_a_branch(tokenizer: Any, changed: list[dict[str, Any]]) -> None:
     of = history(tokenizer, PLAIN)
     first = chat(of, user("12+13?"))
     branch = of.begin(first)
@@ -122,7 +122,7 @@ def test_a_changed_history_begins_a_branch(tokenizer: Any, changed: list[dict[st
     assert tokenizer.decode(other.prompt_ids) == of.render(tuple(changed))
 
 
-def test_a_template_that_drops_thoughts_begins_a_branch(tokenizer: Any) -> None:
+def test_template_that_drops_thoughts_begins_a_branch(tokenizer: Any) -> None:
     of = history(tokenizer, FORGETS)
     first = chat(of, user("12+13?"))
     branch = of.begin(first)
@@ -132,7 +132,7 @@ def test_a_template_that_drops_thoughts_begins_a_branch(tokenizer: Any) -> None:
     assert "carry" not in tokenizer.decode(other.prompt_ids)
 
 
-def test_two_calls_after_one_history_are_two_branches(tokenizer: Any) -> None:
+def test_history_branches_when_two_calls_follow_it(tokenizer: Any) -> None:
     """The reply before them is trained once; its tokens are the same in both."""
     of = history(tokenizer, PLAIN)
     first = chat(of, user("12+13?"))
@@ -152,7 +152,7 @@ def test_two_calls_after_one_history_are_two_branches(tokenizer: Any) -> None:
     assert again.prompt_ids == branch.prompt_ids
 
 
-def test_a_dropped_call_leaves_nothing(tokenizer: Any) -> None:
+def test_dropped_call_leaves_nothing(tokenizer: Any) -> None:
     of = history(tokenizer, PLAIN)
     first = chat(of, user("12+13?"))
     alone = of.begin(first)
@@ -194,7 +194,7 @@ def test_messages_that_no_template_takes_are_refused(tokenizer: Any) -> None:
         history(tokenizer, "{{ raise_exception('no tools') }}").render((user("?"),))
 
 
-def test_only_the_recipes_temperature_samples(tokenizer: Any) -> None:
+def test_session_samples_only_at_the_recipes_temperature(tokenizer: Any) -> None:
     """A greedy session, of an evaluation, takes any: it has none. `top_p` and the like are those of the recipe."""
     body = {"model": "run", "prompt": "x"}
     sampling = Sampling(0.8)

@@ -55,20 +55,20 @@ class Agent:
         return [sample.truncated for sample in samples_of(session, TOKENIZER, 0.0)]
 
 
-def test_an_answer_that_ends_with_its_last_token_is_complete() -> None:
+def test_answer_that_ends_with_its_last_token_is_complete() -> None:
     agent = Agent(longest=4, context=64)
     assert agent.call([1, 2], [3, 4, 5, END]) == "stop"
     assert agent.truncated() == [False]
 
 
 @pytest.mark.parametrize(("longest", "context"), [(4, 64), (60, 6)])
-def test_a_limit_of_the_run_cuts_an_answer(longest: int, context: int) -> None:
+def test_limit_of_the_run_cuts_an_answer(longest: int, context: int) -> None:
     agent = Agent(longest, context)
     assert agent.call([1, 2], [3, 4, 5, 6, 7]) == "length"
     assert agent.truncated() == [True]
 
 
-def test_an_agent_that_asks_for_few_tokens_gets_all_that_it_wants() -> None:
+def test_agent_asking_for_few_tokens_is_not_truncated() -> None:
     agent = Agent(longest=4, context=64)
     assert agent.call([1, 2], [3, 4, 5, 6], most=1) == "length"
     assert agent.truncated() == [False]
@@ -76,7 +76,7 @@ def test_an_agent_that_asks_for_few_tokens_gets_all_that_it_wants() -> None:
     assert agent.truncated() == [False]
 
 
-def test_a_conversation_without_room_for_another_reply_is_truncated() -> None:
+def test_conversation_without_room_for_another_reply_is_truncated() -> None:
     agent = Agent(longest=6, context=64)
     assert agent.call([1, 2], [3, END]) == "stop"
     assert agent.truncated() == [False]

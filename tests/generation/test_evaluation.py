@@ -29,7 +29,7 @@ SAMPLED = ["evaluation.samples=4", "evaluation.temperature=0.7"]
 
 
 @pytest.mark.parametrize("n", range(1, 8))
-def test_pass_at_k_is_the_share_of_all_subsets_that_have_a_right_answer(n: int) -> None:
+def test_pass_at_k_is_share_of_subsets_with_right_answer(n: int) -> None:
     for right, k in itertools.product(range(n + 1), range(1, n + 1)):
         answers = [True] * right + [False] * (n - right)
         subsets = [*itertools.combinations(answers, k)]
@@ -69,7 +69,7 @@ def test_pass_at_k_has_no_bias() -> None:
         ("   ", (1, 1, 1), 0.0),
     ],
 )
-def test_a_majority_votes_with_final_answers(finals: str, rewards: tuple[int, ...], expected: float) -> None:
+def test_majority_votes_with_final_answers(finals: str, rewards: tuple[int, ...], expected: float) -> None:
     answers = [
         HeldOutAnswer(float(reward), final.strip() or None) for final, reward in zip(finals, rewards, strict=True)
     ]
@@ -86,7 +86,7 @@ def test_final_answers_are_those_that_rewards_compare() -> None:
     assert formula("one half") is formula(r"\boxed{}") is None
 
 
-def test_one_answer_has_the_metrics_that_it_always_had() -> None:
+def test_measure_gives_one_answer_its_usual_metrics() -> None:
     found = measure([[HeldOutAnswer(reward)] for reward in (1.0, 1.1, 0.5, 0.0)], (), votes=True)
     assert found == {"accuracy": 0.25, "reward": pytest.approx(0.65)}
 
@@ -99,7 +99,7 @@ def recipe_of(*overrides: str) -> Recipe:
     return load_recipe(DEMO, overrides)
 
 
-def test_an_evaluation_of_two_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_of_two_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers to a problem are from one replica, each with a seed of its own, which is the same at every step."""
     recipe = recipe_of(*SAMPLED, "evaluation.top_p=0.9", "evaluation.k=[1,2]", "evaluation.data.hard=hard.parquet")
     asked: list[list[tuple[Example, int]]] = []
@@ -193,13 +193,13 @@ def test_greedy_answers_have_no_seeds() -> None:
         (["rollout.stop=['']"], "rollout.stop: expected a string, of 1 to 1,000 characters, got ''"),
     ],
 )
-def test_what_is_refused(overrides: list[str], said: str) -> None:
+def test_evaluation_refuses_invalid_settings(overrides: list[str], said: str) -> None:
     with pytest.raises(RecipeError) as refused:
         recipe_of(*overrides)
     assert [problem[: len(said)] for problem in refused.value.problems] == [said]
 
 
-def test_a_file_that_is_not_there_is_refused_before_ranks_start(demo: Path) -> None:
+def test_file_that_is_not_there_is_refused_before_ranks_start(demo: Path) -> None:
     from hybrid3d.inputs.models import read_config, read_data, read_tokenizer
     from hybrid3d.rl.data import DataError
 
@@ -212,7 +212,7 @@ def test_a_file_that_is_not_there_is_refused_before_ranks_start(demo: Path) -> N
         read_data(recipe, read_config(recipe.model.path), read_tokenizer(recipe))
 
 
-def test_the_resolved_recipe_is_read_again(tmp_path: Path) -> None:
+def test_resolved_recipe_is_read_again(tmp_path: Path) -> None:
     recipe = recipe_of(
         *SAMPLED,
         "evaluation.k=[1,4]",

@@ -136,7 +136,7 @@ def shown(one: Trajectory) -> tuple[str, str]:
     return text, "".join("^" if mine else " " for mine in one.loss_mask)
 
 
-def test_a_calculator(talk: Talk) -> None:
+def test_calculator(talk: Talk) -> None:
     (one, other), author = talk("1=1 <<1+2=so 3|", "no|", environment="calculator")
     assert shown(one) == (
         "1=1 <<1+2=3>>so 3|",
@@ -149,7 +149,7 @@ def test_a_calculator(talk: Talk) -> None:
     assert asked == [[("", 99), ("", 99)], [("1=", 97)], [("1=1 <<1+2=3>>", 86)]]
 
 
-def test_a_stop_of_the_recipe_ends_an_answer_without_a_reply(talk: Talk) -> None:
+def test_stop_of_the_recipe_ends_an_answer_without_a_reply(talk: Talk) -> None:
     """Also where it is complete in another request than it began in: the author pauses at each `~`."""
     texts = ("go! say so!on|", "a~xb|", "a~~x bye|", "mm no|")
     found, author = talk(*texts, stop=("so", "~x"))
@@ -164,13 +164,13 @@ def test_a_stop_of_the_recipe_ends_an_answer_without_a_reply(talk: Talk) -> None
     assert shown(one)[0] == "so i"
 
 
-def test_without_an_environment_there_is_one_turn(talk: Talk) -> None:
+def test_conversation_without_environment_has_one_turn(talk: Talk) -> None:
     (one,), author = talk("1=1 <<1+2=so 3|", environment="null")
     assert shown(one) == ("1=1 <<1+2=so 3|", "^" * 15)
     assert len(author.asked) == 1
 
 
-def test_every_turn_of_every_answer_has_a_seed_of_its_own(talk: Talk) -> None:
+def test_turns_of_all_answers_have_seeds_of_their_own(talk: Talk) -> None:
     texts = ("a!b!bye|", "d!e!bye|")
     _, author = talk(*texts)
     _, alone = talk(texts[0])
@@ -197,14 +197,14 @@ def test_words_after_the_end_token_are_another_turn(talk: Talk) -> None:
     assert shown(silent) == ("mm|", "^^^")
 
 
-def test_a_turn_may_end_at_another_of_the_checkpoints_end_tokens(talk: Talk) -> None:
+def test_turn_may_end_at_another_of_the_checkpoints_end_tokens(talk: Talk) -> None:
     """As Llama 3.1 ends one that calls a tool; vLLM stops there unasked."""
     (one, silent), _ = talk("a;bye|", "mm;")
     assert shown(one) == ("a;<a>bye|", "^^   ^^^^")
     assert shown(silent) == ("mm;", "^^^")
 
 
-def test_an_answer_is_never_longer_and_ends_with_the_policys_words(talk: Talk) -> None:
+def test_answer_is_never_longer_and_ends_with_the_policys_words(talk: Talk) -> None:
     for longest, text in ((2, "a!"), (6, "a!"), (7, "a!<a!>b"), (8, "a!<a!>bc")):
         (one,), author = talk("a!bcd|", longest=longest)
         assert shown(one)[0] == text
@@ -228,7 +228,7 @@ def test_an_answer_is_never_longer_and_ends_with_the_policys_words(talk: Talk) -
         ("fail!b", 5, "mine:echo", "fail!", False),  # it has failed, for which it is counted
     ],
 )
-def test_which_answers_are_truncated(
+def test_truncated_answers_are_those_that_would_go_on(
     talk: Talk, text: str, longest: int, environment: str, answer: str, truncated: bool
 ) -> None:
     """Those that would go on if there were room, whatever their lengths are."""
@@ -238,25 +238,25 @@ def test_which_answers_are_truncated(
     assert (one.truncated, sample.truncated) == (truncated, truncated)
 
 
-def test_a_stop_at_the_last_token_ends_an_answer(talk: Talk) -> None:
+def test_stop_at_the_last_token_ends_an_answer(talk: Talk) -> None:
     """Also a stop of the recipe that is complete in a second request: the author pauses at each `~`."""
     for text, length in (("ab so", 5), ("a~xb", 3)):
         (one,), _ = talk(text, longest=length, stop=("so", "~x"))
         assert (len(one.tokens), one.stopped, one.truncated) == (length, True, False)
 
 
-def test_after_its_last_turn_the_policy_writes_alone(talk: Talk) -> None:
+def test_policy_writes_alone_after_its_last_turn(talk: Talk) -> None:
     (one,), _ = talk("a!b!c|", turns=1)
     assert shown(one) == ("a!<a!>b!c|", "^^    ^^^^")
 
 
-def test_a_failure_ends_its_conversation_only(talk: Talk) -> None:
+def test_failure_ends_its_conversation_only(talk: Talk) -> None:
     (failed, fine), _ = talk("fail!b|", "mm!|")
     assert (shown(failed), failed.failure, failed.message) == (("fail!", "^^^^^"), "raised", "ValueError: no more")
     assert (shown(fine), fine.failure) == (("mm!|", "^^^^"), "")
 
 
-def test_a_replica_that_is_done_goes_on_stepping_with_the_others(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replica_that_is_done_goes_on_stepping_with_the_others(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
     others = [[TurnResult(done=False)], [TurnResult(done=False)], [TurnResult(done=True)]]
     monkeypatch.setattr(turns_module, "check_environment", lambda spec: ("=",))
     with_another = lambda numbers, group: [max(*numbers, not others.pop(0)[0].done)]  # noqa: E731
@@ -266,7 +266,7 @@ def test_a_replica_that_is_done_goes_on_stepping_with_the_others(talk: Talk, mon
     assert [len(of_round) for of_round in author.asked] == [1, 0, 0]
 
 
-def test_no_gradient_comes_from_the_environments_tokens(talk: Talk) -> None:
+def test_environment_tokens_give_no_gradient(talk: Talk) -> None:
     (one, other), _ = talk("a <<1+2=b|", "no|", environment="calculator")
     held = (one, other)
     batch = Batch.from_sequences([c.context for c in held], [3, 3], loss_mask=[c.loss_mask for c in held], pad_id=END)

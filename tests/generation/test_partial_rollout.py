@@ -126,7 +126,7 @@ def trained(batch: RolloutBatch) -> list[int]:
 
 
 @pytest.mark.parametrize("keep_cache", [False, True])
-def test_a_stop_that_an_interruption_cuts_in_two_ends_an_answer(alone: dist.ProcessGroup, keep_cache: bool) -> None:
+def test_stop_that_an_interruption_cuts_in_two_ends_an_answer(alone: dist.ProcessGroup, keep_cache: bool) -> None:
     """Step 0 writes the letter d, step 1 the letter e: the answers to prompt 0 end with the first `de`."""
     more = ["rollout.stop=[de]", f"async.keep_cache={keep_cache}".lower(), "rollout.sleep=false"]
     batches, engine = run(recipe_of(*more), lambda prompt, answer: 5 if prompt else 12, 3, alone)
@@ -137,7 +137,7 @@ def test_a_stop_that_an_interruption_cuts_in_two_ends_an_answer(alone: dist.Proc
     assert all(request.prompt_ids[0] for request, _ in engine.running.values())
 
 
-def test_a_step_trains_the_first_prompts_that_are_complete_and_the_others_go_on(alone: dist.ProcessGroup) -> None:
+def test_step_trains_first_complete_prompts_while_others_go_on(alone: dist.ProcessGroup) -> None:
     """The answers to prompt 0 have 12 tokens, all others 5."""
     batches, engine = run(recipe_of(), lambda prompt, answer: 5 if prompt else 12, 3, alone)
     assert [trained(batch) for batch in batches] == [[1, 2, 3, 4], [5, 6, 7, 8], [0, 9, 10, 11]]
@@ -155,7 +155,7 @@ def test_a_step_trains_the_first_prompts_that_are_complete_and_the_others_go_on(
     assert (row["rollout/staleness_max"], row["rollout/dropped_tokens"]) == (2, 0)
 
 
-def test_a_step_waits_for_answers_that_would_be_too_old(alone: dist.ProcessGroup) -> None:
+def test_step_waits_for_answers_that_would_be_too_old(alone: dist.ProcessGroup) -> None:
     recipe = recipe_of("async.max_staleness=1")
     batches, engine = run(recipe, lambda prompt, answer: 40 if prompt == 1 and answer else 5, 3, alone)
     assert [trained(batch) for batch in batches] == [[0, 2, 3, 4], [1, 5, 6, 7], [8, 9, 10, 11]]
@@ -205,7 +205,7 @@ def test_answers_that_restart_are_of_one_version(alone: dist.ProcessGroup) -> No
     most=st.integers(2, 5),
     partial=st.sampled_from(["continue", "restart"]),
 )
-def test_no_token_is_older_than_the_bound_and_no_prompt_is_lost(
+def test_partial_rollout_keeps_the_age_bound_and_loses_no_prompt(
     alone: dist.ProcessGroup, seed: int, bound: int, most: int, partial: str
 ) -> None:
     draw, steps = random.Random(seed), 12
@@ -230,7 +230,7 @@ def test_no_token_is_older_than_the_bound_and_no_prompt_is_lost(
     assert sum(batch.batches for batch in batches) == steps
 
 
-def test_a_resumed_run_draws_the_unfinished_prompts_again(alone: dist.ProcessGroup) -> None:
+def test_resumed_run_draws_the_unfinished_prompts_again(alone: dist.ProcessGroup) -> None:
     recipe = recipe_of()
     length = lambda prompt, answer: 5 if prompt else 12  # noqa: E731
     (first, second), _ = run(recipe, length, 2, alone)
@@ -244,7 +244,7 @@ def test_a_resumed_run_draws_the_unfinished_prompts_again(alone: dist.ProcessGro
     assert sorted(third.unfinished or ()) == [(0, 0), (3, 1), (3, 2), (3, 3)]
 
 
-def test_too_many_restored_prompts_do_not_stop_a_replica(alone: dist.ProcessGroup) -> None:
+def test_replica_goes_on_with_too_many_restored_prompts(alone: dist.ProcessGroup) -> None:
     """As after a resume with other replicas: what cannot be trained within the bound is dropped, not trained late."""
     recipe = recipe_of("async.max_staleness=1")
     engine, steps = Engine(lambda prompt, answer: 5), []
@@ -285,7 +285,7 @@ class LosingReplicas:
 
 @pytest.mark.parametrize("by_another", [True, False])
 @pytest.mark.parametrize("during", [True, False])
-def test_no_prompt_is_lost_with_a_replica(alone: dist.ProcessGroup, by_another: bool, during: bool) -> None:
+def test_lost_replica_loses_no_prompt(alone: dist.ProcessGroup, by_another: bool, during: bool) -> None:
     """Whether another replica is there at once, or later; lost between two steps, or in one."""
     recipe, engine = recipe_of(), Engine(lambda prompt, answer: 5 if prompt else 12)
     rollouts = rollouts_on(engine, alone, recipe)
@@ -339,7 +339,7 @@ def test_generation_ahead_stops_when_it_is_told(alone: dist.ProcessGroup) -> Non
     assert tuple(second.samples[0].versions) == (0,) * 9
 
 
-def test_other_answers_are_generated_while_an_environment_thinks(
+def test_engine_generates_other_answers_while_an_environment_thinks(
     alone: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The replies to prompt 0 come after two steps, which do not wait for them."""

@@ -99,7 +99,7 @@ def test_branches_of_an_answer_stay_together(rollouts: Any) -> None:
     assert filled_up(batch.samples, 5) == batch.samples
 
 
-def test_a_token_of_an_answer_takes_nine_bytes() -> None:
+def test_token_of_an_answer_takes_nine_bytes() -> None:
     """In memory, where each of its Python objects would take dozens, and where it is sent."""
     count = 10_000
     tokens = AnswerTokens(tokens=[7] * count, loss_mask=[True] * count, logprobs=[-0.5] * count, versions=[3] * count)
@@ -131,7 +131,7 @@ def test_held_out_answers(rollouts: Any) -> None:
     assert (found.failures, found.examples) == ({"timeout": 3}, {"timeout": "first"})
 
 
-def test_the_work_of_lost_replicas_is_done_by_the_others(rollouts: Any) -> None:
+def test_work_of_lost_replicas_is_done_by_the_others(rollouts: Any) -> None:
     """Samples are in the order of the prompts, and those of a prompt are from one replica."""
     asked: list[dict[int, list[str]]] = []
 
@@ -159,7 +159,7 @@ def test_the_work_of_lost_replicas_is_done_by_the_others(rollouts: Any) -> None:
         rollouts.generate_batch(0, 0, recipe_of(0))
 
 
-def test_a_reward_model_leaves_the_reward_by_name_to_held_out_answers(rollouts: Any) -> None:
+def test_reward_model_leaves_reward_by_name_to_held_out_answers(rollouts: Any) -> None:
     """Its references in the training data may be of any kind, and are not judged by."""
     asked: list[str] = []
     held = Trajectory(Example(0, "", "right", (1,)), 0, tokens=[2], loss_mask=[True], logprobs=[-0.5], versions=[6])

@@ -25,17 +25,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from hybrid3d import distributed
-from hybrid3d.generation.delivery import Message, deliver
 from hybrid3d.generation.engine import NO_CHOICES, ExpertChoices
-from hybrid3d.generation.exchange import AnswerExchange, deliver_choices
+from hybrid3d.generation.exchange import AnswerExchange, Message, deliver, deliver_choices
 from hybrid3d.generation.samples import Sample, held_samples
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 # A process that is forked from this one, which may have computed with several threads by then, can hang in torch
-multiprocessing.set_forkserver_preload(
-    ["torch.distributed", "hybrid3d.generation.exchange", "hybrid3d.generation.delivery"]
-)
+multiprocessing.set_forkserver_preload(["torch.distributed", "hybrid3d.generation.exchange"])
 
 RANKS, TP, TOKENS = 8, 4, 300
 COUNTS = (20, 60)  # samples of each replica: one has three times as many
@@ -207,7 +204,7 @@ SIZES = 8 * (RANKS - 1)  # of the numbers that say how large the parts are
 
 
 @pytest.mark.parametrize("per_node", [8, 4])
-def test_each_rank_receives_each_answer_once(per_node: int) -> None:
+def test_exchange_gives_each_rank_each_answer_once(per_node: int) -> None:
     """The leading ranks get that of the other replica, the others both; a node gets no answer twice."""
     found = on_ranks(exchange_answers, per_node)
     first, second = found[0]["sizes"]
@@ -218,14 +215,14 @@ def test_each_rank_receives_each_answer_once(per_node: int) -> None:
     assert far == ([0] if per_node == 8 else [second, first])
 
 
-def test_choices_of_experts_come_to_the_ranks_that_train_the_sample_only() -> None:
+def test_expert_choices_reach_only_ranks_that_train_the_sample() -> None:
     found = on_ranks(deliver_experts, per_node=4)
     assert all(one["received"] == one["missing"] for one in found)
     of_all = sum(COUNTS) * (TOKENS + 3) * LAYERS * PER_TOKEN
     assert sorted({one["missing"] for one in found}) == [of_all * part // 80 for part in (10, 30, 40)]
 
 
-def test_one_large_value_does_not_pad_the_others() -> None:
+def test_gathering_a_large_value_does_not_pad_the_others() -> None:
     found = on_ranks(gather_unequal)
     assert all(one["everywhere"] < 1_000_000 + 10_000 for one in found)
     assert [one["first"] < 100 for one in found] == [False, *[True] * 7]
@@ -233,7 +230,7 @@ def test_one_large_value_does_not_pad_the_others() -> None:
 
 
 @pytest.mark.parametrize("per_node", [2, 8])
-def test_messages_come_to_their_receivers_only_and_to_a_node_once(per_node: int) -> None:
+def test_messages_reach_only_their_receivers_and_a_node_once(per_node: int) -> None:
     found = on_ranks(deliver_to_some, per_node)
     assert [one["received"] for one in found] == [0, 1700, 1000, 1000, 1700, 1700, 1000, 1700]
     assert sum(one["far"] for one in found) == (0 if per_node == 8 else 3 * 1000 + 3 * 700)

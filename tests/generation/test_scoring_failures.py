@@ -84,7 +84,7 @@ def _mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_a_reward_that_ends_its_process_is_told_at_once() -> None:
+def test_reward_that_ends_its_process_is_told_at_once() -> None:
     """Whatever its exit code; the other rewards of the batch are as they would be."""
     exits = {
         "os._exit(0)": "0",
@@ -178,7 +178,7 @@ def of_held_out(rollouts: Any, **failures: int) -> None:
 
 
 @pytest.mark.parametrize("failures", [{}, {"raised": 7}, {"raised": 3, "environment_hung": 7}])
-def test_a_run_goes_on_where_one_reward_has_not_failed(rollouts: Any, failures: dict[str, int]) -> None:
+def test_run_goes_on_where_one_reward_has_not_failed(rollouts: Any, failures: dict[str, int]) -> None:
     of_step(rollouts, **failures)
     of_held_out(rollouts, **failures)
 
@@ -187,7 +187,7 @@ def test_a_run_goes_on_where_one_reward_has_not_failed(rollouts: Any, failures: 
     "failures",
     [{"raised": 8}, {"raised": 5, "died": 3}, {"environment_raised": 8}, {"raised": 8, "environment_hung": 2}],
 )
-def test_a_run_ends_where_all_rewards_or_all_conversations_failed(rollouts: Any, failures: dict[str, int]) -> None:
+def test_run_ends_where_all_rewards_or_all_conversations_failed(rollouts: Any, failures: dict[str, int]) -> None:
     for what, where in ((of_step, ""), (of_held_out, " on held-out problems")):
         with pytest.raises(FailedRewards) as caught:
             what(rollouts, **failures)
@@ -199,7 +199,7 @@ def test_a_run_ends_where_all_rewards_or_all_conversations_failed(rollouts: Any,
         assert caught.value.raised_on_all_ranks
 
 
-def test_the_share_that_a_recipe_allows(rollouts: Any) -> None:
+def test_share_that_a_recipe_allows(rollouts: Any) -> None:
     rollouts._recipe = replace(rollouts._recipe, reward=replace(rollouts._recipe.reward, max_failures=0.25))
     of_step(rollouts, raised=2)
     with pytest.raises(FailedRewards, match=re.escape("3 of 8 rewards failed: 3 raised")) as caught:

@@ -16,9 +16,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hybrid3d.config import RecipeError, load_recipe
 from hybrid3d.generation.agents.history import Call, CallResult, History, PromptText
-from hybrid3d.generation.agents.requests import _logprobs
+from hybrid3d.generation.agents.requests import _logprobs, split_bytes
 from hybrid3d.generation.agents.sessions import SessionPool
-from hybrid3d.generation.agents.token_bytes import split_bytes
 from hybrid3d.generation.engine import Completion, Sampling
 from hybrid3d.generation.stops import Stops, check_stops, find_stops, pause_tokens
 from hybrid3d.generation.turns import Trajectory, Turns
@@ -138,7 +137,7 @@ def test_sentencepiece_encodes_a_part_as_within_the_whole(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_behind_a_special_token_a_part_is_what_it_is_in_the_whole(form: str, sentencepiece: dict[str, Any]) -> None:
+def test_encode_part_after_special_token_matches_the_whole_text(form: str, sentencepiece: dict[str, Any]) -> None:
     """The converters' forms differ there; the model has been trained with what its own gives."""
     tokenizer = sentencepiece[form]
     for text in (" [INST] sure? [/INST]", "hm", "</s>x"):
@@ -204,7 +203,7 @@ def make_turns(tokenizer: Any, environment: Sequence[str] = (), ends: Sequence[s
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_an_environment_reads_and_writes_as_in_one_text(
+def test_environment_reads_and_writes_as_in_one_text(
     form: str, sentencepiece: dict[str, Any], reference: SentencePieceProcessor
 ) -> None:
     tokenizer, written = sentencepiece[form], "She sold <<48/2="
@@ -219,7 +218,7 @@ def test_an_environment_reads_and_writes_as_in_one_text(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_an_answer_of_sft_begins_without_a_blank(
+def test_answer_of_sft_begins_without_a_blank(
     form: str, sentencepiece: dict[str, Any], reference: SentencePieceProcessor
 ) -> None:
     tokenizer, prompt = sentencepiece[form], "<|user|>\nAre you there?\n<|assistant|>\n"
@@ -238,7 +237,7 @@ MIXTRAL = (  # whose template writes a blank before a reply
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("strips", [False, True])
-def test_a_chat_of_an_agent_stays_in_its_branch(form: str, strips: bool, sentencepiece: dict[str, Any]) -> None:
+def test_chat_of_an_agent_stays_in_its_branch(form: str, strips: bool, sentencepiece: dict[str, Any]) -> None:
     tokenizer = sentencepiece[form]
     tokenizer.chat_template = MIXTRAL
     of, messages, text = History(tokenizer), ({"role": "user", "content": "2+3?"},), ""
@@ -263,7 +262,7 @@ def test_a_chat_of_an_agent_stays_in_its_branch(form: str, strips: bool, sentenc
 # --- stops ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_special_token_is_a_stop_by_its_id(byte_level: dict[str, Any]) -> None:
+def test_special_token_is_a_stop_by_its_id(byte_level: dict[str, Any]) -> None:
     tokenizer = byte_level["bytes"]
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert find_stops(tokenizer, ["<|im_end|>"]) == Stops((), frozenset({end}))
@@ -280,15 +279,13 @@ def test_a_special_token_is_a_stop_by_its_id(byte_level: dict[str, Any]) -> None
         ("nfc", "re\u0301sume\u0301", "the tokenizer writes it 'résumé'"),
     ],
 )
-def test_a_stop_that_is_never_in_the_text_is_refused(
-    form: str, stop: str, why: str, byte_level: dict[str, Any]
-) -> None:
+def test_stop_that_is_never_in_the_text_is_refused(form: str, stop: str, why: str, byte_level: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"^stop ") as refused:
         find_stops(byte_level[form], [stop])
     assert why in str(refused.value)
 
 
-def test_a_special_stop_ends_an_answer_and_a_turn(byte_level: dict[str, Any]) -> None:
+def test_special_stop_ends_an_answer_and_a_turn(byte_level: dict[str, Any]) -> None:
     tokenizer = byte_level["bytes"]
     end, text = tokenizer.convert_tokens_to_ids("<|im_end|>"), tokenizer.encode("She sold 48")
     answer = Trajectory(Example(0, "q", "", (5,)), 1)
@@ -338,7 +335,7 @@ def texts_of_vllm(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
 
 @pytest.mark.parametrize("text", SPLIT)
 @pytest.mark.parametrize("kind", [*FORMS, "bytes", "bytes with a blank"])
-def test_the_bytes_of_tokens_are_those_of_the_text(
+def test_bytes_of_tokens_are_those_of_the_text(
     kind: str, text: str, sentencepiece: dict[str, Any], byte_level: dict[str, Any]
 ) -> None:
     """They are what OpenAI's API has them for."""
@@ -358,9 +355,7 @@ def test_the_bytes_of_tokens_are_those_of_the_text(
 
 @pytest.mark.engines
 @pytest.mark.parametrize("text", SPLIT)
-def test_the_texts_of_tokens_with_whole_characters_are_those_of_vllms_server(
-    text: str, byte_level: dict[str, Any]
-) -> None:
+def test_token_texts_with_whole_characters_match_vllms_server(text: str, byte_level: dict[str, Any]) -> None:
     tokenizer, done = byte_level["bytes"], 0
     tokens = tokenizer.encode(text, add_special_tokens=False)
     for part, theirs in zip(split_bytes(tokenizer, tokens, ()), texts_of_vllm(tokenizer, tokens), strict=True):
@@ -369,7 +364,7 @@ def test_the_texts_of_tokens_with_whole_characters_are_those_of_vllms_server(
         assert part.offset <= done
 
 
-def test_the_bytes_of_what_is_no_text_are_the_tokens_own(byte_level: dict[str, Any]) -> None:
+def test_bytes_of_what_is_no_text_are_the_tokens_own(byte_level: dict[str, Any]) -> None:
     tokenizer = byte_level["bytes"]
     whole = tokenizer.encode("😀7", add_special_tokens=False)
     for tokens in (whole[:2], [whole[0], whole[-1]], [whole[1], whole[1]], [tokenizer.eos_token_id, *whole]):
@@ -407,7 +402,7 @@ def test_stops_of_a_recipe_that_have_no_effect_are_refused(byte_level: dict[str,
         assert message in str(refused.value)
 
 
-def test_an_agents_stop_that_is_a_special_token_ends_its_reply(byte_level: dict[str, Any]) -> None:
+def test_agents_stop_that_is_a_special_token_ends_its_reply(byte_level: dict[str, Any]) -> None:
     tokenizer = byte_level["bytes"]
     end, said = tokenizer.convert_tokens_to_ids("<|im_end|>"), tokenizer.encode("She sold 48")
     rollout = load_recipe(Path(__file__).parents[2] / "recipes/demo-cpu.yaml", ["rollout.agents={port: 9000}"]).rollout

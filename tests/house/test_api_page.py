@@ -45,11 +45,11 @@ def said(path: str) -> str:
     return f"{path}({', '.join(parameters)})"
 
 
-def test_what_the_page_promises_stays() -> None:
+def test_api_page_keeps_what_it_promises() -> None:
     assert list(promised(PAGE.read_text())) == PROMISED.read_text().splitlines()
 
 
-def test_a_change_would_be_found() -> None:
+def test_change_would_be_found() -> None:
     lines = list(promised(PAGE.read_text()))
     assert "hybrid3d.config.load_recipe(path, overrides=)" in lines
     assert len(lines) > 20

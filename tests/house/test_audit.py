@@ -10,7 +10,7 @@ from audit.__main__ import CHECKS
 from audit.faults import FAULTS
 
 
-def test_a_difference_is_said() -> None:
+def test_difference_is_said() -> None:
     assert page.difference({"pieces": ["a"], "kv": 1}, {"pieces": ["a"], "kv": 1}) == ""
     assert page.difference({"pieces": ["a", "b"]}, {"pieces": ["a", "c"]}) == "pieces: b; lacks c"
     assert page.difference([], ["a", "b", "c"]) == "lacks a; lacks b; 3 in all"
@@ -39,7 +39,7 @@ def test_private_attributes_of_others_are_found() -> None:
     assert names.private_attributes(files) == {"_h"}
 
 
-def test_a_signature_has_names_kinds_and_defaults() -> None:
+def test_signature_has_names_kinds_and_defaults() -> None:
     assert names.describe("audit.names.describe", cuda=True) == "(name, cuda)"
     assert names.describe("audit.page.difference", cuda=True) == "(found, expected)"
     assert names.describe("audit.names.no_such_name", cuda=True) == "absent"
@@ -47,7 +47,7 @@ def test_a_signature_has_names_kinds_and_defaults() -> None:
     assert names.describe("audit.fake_gpus.FakeGpus.contexts", cuda=True) == "str"  # set by its methods
 
 
-def test_contexts_and_allocations_on_gpus_that_are_not_there_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fake_gpus_count_contexts_and_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in vars(torch.cuda).copy():  # `install` replaces some
         monkeypatch.setattr(torch.cuda, name, getattr(torch.cuda, name))
     for name in ("get_rng_state", "set_rng_state", "manual_seed"):
@@ -69,7 +69,7 @@ def test_contexts_and_allocations_on_gpus_that_are_not_there_are_counted(monkeyp
     assert gpus.contexts.keys() == {6, 3}
 
 
-def test_what_makes_the_host_wait_is_seen() -> None:
+def test_host_waits_are_seen() -> None:
     with host_waits.HostWaits() as waits:
         torch.tensor(1.0)
         torch.empty(2, device=host_waits.GPU).fill_(1)
@@ -80,7 +80,7 @@ def test_what_makes_the_host_wait_is_seen() -> None:
     assert waits.calls == ["torch.tensor", "torch.Tensor.item"]
 
 
-def test_each_check_has_a_fault_that_it_must_find() -> None:
+def test_audit_checks_each_have_a_fault_they_must_find() -> None:
     assert {check.module for check in CHECKS} == {fault.check for fault in FAULTS.values()}
 
 

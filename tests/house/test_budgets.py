@@ -21,19 +21,19 @@ assert SPEC.loader is not None
 structure = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(structure)
 
-FILES, LINES = 359, 54850  # of the package
+FILES, LINES = 346, 54720  # of the package
 LINES_OF_ROOM = {
     "__init__": 10,
     "__main__": 10,
     "bench": 1700,
-    "certify": 810,
+    "certify": 800,
     "cli": 1230,
-    "config": 3630,
+    "config": 3610,
     "distributed": 400,
     "doctor": 3530,
     "errors": 40,
     "families": 1260,
-    "generation": 3750,
+    "generation": 3730,
     "inputs": 1070,
     "launch": 2320,
     "launch_environment": 320,
@@ -43,19 +43,19 @@ LINES_OF_ROOM = {
     "process": 230,
     "replay": 780,
     "report": 1540,
-    "reshard": 5660,
-    "rl": 2650,
+    "reshard": 5620,
+    "rl": 2630,
     "rollout": 2620,
     "run": 2070,
     "scoring": 4640,
     "storage": 690,
-    "sync": 1160,
-    "train": 4640,
-    "trainer": 3120,
-    "watch": 970,
+    "sync": 1180,
+    "train": 4630,
+    "trainer": 3100,
+    "watch": 950,
     "workers": 1410,
 }
-IMPORTS = 0.08  # the share of lines that imports take; 0.065 is aimed at
+IMPORTS = 0.0791  # the share of lines that imports take; 0.065 is aimed at
 NONE = {
     "bench": 34,
     "certify": 13,
@@ -85,7 +85,7 @@ NONE = {
     "watch": 36,
     "workers": 29,
 }  # comparisons with None by room
-ONE_IMPORTER = 83  # modules that a single other one imports
+ONE_IMPORTER = 70  # modules that a single other one imports
 
 # Classes of engines, and where they may be annotated: their own rooms, the factories, and the checks of engines on GPUs
 ENGINES = {"RolloutEngine", "MegatronModel", "Policy", "ValueModel", "LLM", "LLMEngine"}
@@ -137,49 +137,68 @@ def annotated_engines(source: str) -> set[str]:
     return found & ENGINES
 
 
-def test_the_package_does_not_grow() -> None:
-    lines = {path: len(source.splitlines()) for path, source in sources().items()}
-    assert len(lines) <= FILES
-    assert sum(lines.values()) <= LINES
-    too_long = {one: (count, LINES_OF_ROOM.get(one, 0)) for one, count in by_room(lines).items()}
-    assert {one: pair for one, pair in too_long.items() if pair[0] > pair[1]} == {}, "lines, and the room's budget"
+def one_importer(importers: dict[str, frozenset[str]]) -> int:
+    """How many modules a single other one imports; `importers` has the modules that each one imports."""
+    return sum(count == 1 for count in Counter(target for targets in importers.values() for target in targets).values())
 
 
-def test_imports_take_few_lines() -> None:
+def over_budget(everything: dict[str, str]) -> dict[str, object]:
+    """Return the budgets that these sources exceed, by kind, with what exceeds them."""
+    lines = {path: len(source.splitlines()) for path, source in everything.items()}
+    imports = sum(map(import_lines, everything.values())) / sum(lines.values())
+    none = by_room({path: comparisons_with_none(source) for path, source in everything.items()})
+    engines = {path: annotated_engines(source) for path, source in everything.items()}
+    found: dict[str, object] = {
+        "files": max(len(lines) - FILES, 0),
+        "lines": max(sum(lines.values()) - LINES, 0),
+        "lines of a room": {one: n for one, n in by_room(lines).items() if n > LINES_OF_ROOM.get(one, 0)},
+        "import lines": imports if imports > IMPORTS else 0,
+        "comparisons with None": {one: n for one, n in none.items() if n > NONE.get(one, 0)},
+        "engines": {path: names for path, names in engines.items() if names and not path.startswith(ENGINE_ROOMS)},
+    }
+    return {kind: what for kind, what in found.items() if what}
+
+
+def test_package_keeps_its_budgets() -> None:
+    assert over_budget(sources()) == {}
+    assert one_importer(structure.modules()) <= ONE_IMPORTER
+
+
+@pytest.mark.parametrize(
+    ("path", "added", "kinds"),
+    [
+        ("sync/new.py", "", {"files"}),
+        ("sync/plan.py", "x = 1\n" * 20, {"lines", "lines of a room"}),
+        ("attic/new.py", "x = 1\n", {"files", "lines of a room"}),
+        ("train/patches.py", "import os\n" * 500, {"lines", "lines of a room", "import lines"}),
+        ("sync/plan.py", "x = x is None\n", {"comparisons with None"}),
+        ("trainer/learner.py", "x: Policy\n", {"engines"}),
+    ],
+)
+def test_broken_budget_is_found(path: str, added: str, kinds: set[str]) -> None:
     everything = sources()
-    lines = sum(len(source.splitlines()) for source in everything.values())
-    assert sum(map(import_lines, everything.values())) <= IMPORTS * lines
+    everything[path] = everything.get(path, "") + added
+    assert over_budget(everything).keys() >= kinds
 
 
-def test_comparisons_with_none_grow_fewer() -> None:
-    found = by_room({path: comparisons_with_none(source) for path, source in sources().items()})
-    assert {one: (count, NONE.get(one, 0)) for one, count in found.items() if count > NONE.get(one, 0)} == {}
-
-
-def test_few_modules_have_one_importer() -> None:
-    importers = Counter(target for targets in structure.modules().values() for target in targets)
-    assert sum(count == 1 for count in importers.values()) <= ONE_IMPORTER
-
-
-def test_engines_are_named_in_their_own_rooms() -> None:
-    found = {path: annotated_engines(source) for path, source in sources().items()}
-    assert {path: names for path, names in found.items() if names and not path.startswith(ENGINE_ROOMS)} == {}
+def test_module_of_one_importer_is_counted() -> None:
+    assert one_importer({"a": frozenset("bc"), "b": frozenset("c"), "c": frozenset()}) == 1
 
 
 @pytest.mark.parametrize(
     "source", ["x: Policy", "def f(a: 'LLM | None'): ...", "def f() -> list[engine.RolloutEngine]: ..."]
 )
-def test_an_engine_is_found(source: str) -> None:
+def test_engine_is_found(source: str) -> None:
     assert len(annotated_engines(source)) == 1
 
 
-def test_what_is_counted() -> None:
+def test_budget_counts_import_lines_and_comparisons_with_none() -> None:
     source = "from a import (\n    b,\n)\nif b is None or None != b:\n    c = b == 1\n"
     assert (import_lines(source), comparisons_with_none(source)) == (3, 2)
 
 
 @pytest.mark.processes
-def test_a_class_that_lacks_a_method_is_found(tmp_path: Path) -> None:
+def test_class_that_lacks_a_method_is_found(tmp_path: Path) -> None:
     """`tests/implementations.py` says which class implements which interface, and mypy reads it."""
     text = (ROOT / "tests/implementations.py").read_text()
     wrong = text.replace("= (FunctionScorer,", "= (GroupExchange, FunctionScorer,")

@@ -9,7 +9,7 @@ from hybrid3d import __version__
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_newest_release_is_this_version() -> None:
+def test_newest_release_is_this_version() -> None:
     headings = re.findall(r"^## \[(.+?)\](?: - (\S+))?$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert headings[0] == ("Unreleased", "")
     assert headings[1][0] == __version__

@@ -35,31 +35,31 @@ def names(file: str) -> set[str]:
 
 
 @pytest.mark.parametrize("title", WALKS)
-def test_each_step_of_a_walk_begins_with_a_call(title: str) -> None:
+def test_walk_steps_begin_with_a_call(title: str) -> None:
     steps = walk(title)
     assert 6 <= len(steps) <= WALKS[title]
     assert [step for step in steps if not CALL.match(step)] == []
 
 
 @pytest.mark.parametrize(("file", "name"), sorted(set(CALL.findall(PAGE))))
-def test_each_call_is_in_its_file(file: str, name: str) -> None:
+def test_walk_calls_are_in_their_files(file: str, name: str) -> None:
     assert (PACKAGE / file).is_file()
     assert name in names(file)
 
 
-def test_a_call_that_is_not_there_would_be_found() -> None:
+def test_call_that_is_not_there_would_be_found() -> None:
     assert {"train_rl"} <= names("trainer/rl.py")
     assert {"WeightSync", "WeightSync.finish"} <= names("sync/session.py")
     assert "WeightSync.no_such_method" not in names("sync/session.py")
     assert "finish" not in names("sync/session.py")
 
 
-def test_the_page_begins_with_the_sync() -> None:
+def test_page_begins_with_the_sync() -> None:
     first, *others = re.findall(r"^## (.*)$", PAGE, re.MULTILINE)
     assert first == "The sync"
     assert others[0] == "Four walks"
 
 
-def test_the_glossary_is_short() -> None:
+def test_glossary_is_short() -> None:
     glossary = PAGE.split("\n## Glossary\n")[1]
     assert 8 <= len(re.findall(r"^\| ", glossary, re.MULTILINE)) - 1 <= 14

@@ -54,13 +54,13 @@ def test_compiled_versions_are_those_of_the_package(distribution: str, argument:
     assert len(installs) == 1
 
 
-def test_transformer_engine_is_asked_for_with_the_extras_of_the_package() -> None:
+def test_transformer_engine_extras_are_those_of_the_package() -> None:
     (extras,) = re.findall(r"transformer-engine\[([\w,]+)\]", " ".join(of("RUN")))
     assert set(extras.split(",")) == requirement("transformer-engine").extras
 
 
 @pytest.mark.parametrize("distribution", ["vllm", "megatron-core"])
-def test_the_engines_come_from_the_extra_and_nowhere_else(distribution: str) -> None:
+def test_engines_come_from_the_extra_and_nowhere_else(distribution: str) -> None:
     assert [one.operator for one in requirement(distribution).specifier] == ["=="]
     runs = of("RUN")
     assert sum("optional-dependencies" in run and "'gpu'" in run and "pip install -r" in run for run in runs) == 1
@@ -72,7 +72,7 @@ def test_apex_is_a_commit() -> None:
     assert sum("NVIDIA/apex.git@$APEX_COMMIT" in run for run in of("RUN")) == 1
 
 
-def test_the_base_image_is_nvidias_and_pinned() -> None:
+def test_base_image_is_nvidias_and_pinned() -> None:
     (base,) = of("FROM")
     assert (
         base == "nvcr.io/nvidia/pytorch:25.11-py3"
@@ -92,7 +92,7 @@ def test_torch_is_there_when_transformer_engine_is_compiled() -> None:
     assert "--no-build-isolation" in compiles
 
 
-def test_the_image_s_nvcc_compiles() -> None:
+def test_image_s_nvcc_compiles() -> None:
     """vLLM's humming-kernels brings an nvcc of another CUDA version: what is compiled comes before it."""
     engine, apex, engines = places("transformer-engine[", "apex.git@", "install -r gpu.txt")
     assert max(engine, apex) < engines
@@ -115,7 +115,7 @@ def test_cudnn_is_replaced_last() -> None:
     assert "$CUDNN_HOME/lib/libcudnn_engines_tensor_ir.so.9" in replaces
 
 
-def test_what_is_copied_exists_and_is_let_through() -> None:
+def test_copied_files_exist_and_are_let_through() -> None:
     sources = [word for rest in of("COPY") for word in rest.split()[:-1]]
     assert sources
     assert [name for name in sources if not (ROOT / name).exists()] == []
@@ -124,7 +124,7 @@ def test_what_is_copied_exists_and_is_let_through() -> None:
     assert (ROOT / ".dockerignore").read_text().splitlines()[1] == "*"  # and nothing else is
 
 
-def test_what_changes_least_comes_first() -> None:
+def test_dockerfile_puts_what_changes_least_first() -> None:
     """Editing the source compiles and downloads nothing again; editing pyproject.toml compiles nothing again."""
     order = [
         "transformer-engine[",
@@ -137,7 +137,7 @@ def test_what_changes_least_comes_first() -> None:
     assert places(*order) == sorted(places(*order))
 
 
-def test_it_does_not_run_as_root() -> None:
+def test_dockerfile_does_not_run_as_root() -> None:
     user = of("USER")[-1]
     assert user not in ("root", "0")
     (added,) = (run for run in of("RUN") if re.search(rf"\buseradd\b[^&]* {user}( |$)", run))
@@ -147,7 +147,7 @@ def test_it_does_not_run_as_root() -> None:
     assert set(names[len(names) - names[::-1].index("USER") :]) <= {"HEALTHCHECK", "CMD"}
 
 
-def test_its_health_is_that_the_engines_import_and_see_a_gpu() -> None:
+def test_health_check_wants_engine_imports_and_a_gpu() -> None:
     (check,) = of("HEALTHCHECK")
     code = re.search(r'CMD python -c "([^"]+)"', check)
     assert code
@@ -156,11 +156,11 @@ def test_its_health_is_that_the_engines_import_and_see_a_gpu() -> None:
         assert needed in code[1]
 
 
-def test_it_holds_no_secret() -> None:
+def test_dockerfile_holds_no_secret() -> None:
     assert not re.search(r"token|password|secret|api_?key|credential", DOCKERFILE, re.IGNORECASE)
 
 
-def test_how_a_dockerfile_is_read() -> None:
+def test_dockerfile_reader_joins_lines_and_skips_comments() -> None:
     text = 'FROM a:1\n# RUN no\nrun x \\\n    # inside\n    && y\nENV A="" \\\n    B=2\n'
     assert instructions(text) == [("FROM", "a:1"), ("RUN", "x  && y"), ("ENV", 'A=""  B=2')]
 

@@ -52,7 +52,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.processes
-def test_each_check_is_a_process_and_reports_numbers_and_reasons(run, tmp_path: Path) -> None:
+def test_doctor_check_is_a_process_with_numbers_and_reasons(run, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     unset = case("passes", arguments={"value": 7}, environment={"DOCTOR_CASE": "set", "HF_HUB_OFFLINE": None})
     code, found, report = run(unset, case("fails"), case("raises"), case("crashes"), case("finds_nothing"), out=out)
@@ -76,7 +76,7 @@ def test_each_check_is_a_process_and_reports_numbers_and_reasons(run, tmp_path: 
 
 
 @pytest.mark.processes
-def test_a_check_over_its_limit_is_killed_with_its_processes_and_keeps_its_numbers(run) -> None:
+def test_overlong_check_is_killed_with_its_processes_and_keeps_numbers(run) -> None:
     code, found, _ = run(case("hangs", seconds=0.7), case("passes", arguments={"value": 1}))
     assert code == 1
     hung = found["hangs"]
@@ -87,7 +87,7 @@ def test_a_check_over_its_limit_is_killed_with_its_processes_and_keeps_its_numbe
 
 
 @pytest.mark.processes
-def test_the_limit_of_all_checks_ends_the_one_that_runs_and_skips_the_rest(run) -> None:
+def test_total_limit_ends_running_check_and_skips_the_rest(run) -> None:
     code, found, _ = run(case("hangs"), case("passes", arguments={"value": 1}), total_seconds=1)
     assert code == 1
     assert found["hangs"]["reason"].startswith("still running after ")
@@ -95,7 +95,7 @@ def test_the_limit_of_all_checks_ends_the_one_that_runs_and_skips_the_rest(run) 
 
 
 @pytest.mark.processes
-def test_a_signal_ends_the_check_that_runs_and_reports_the_rest(run) -> None:
+def test_signal_ends_the_check_that_runs_and_reports_the_rest(run) -> None:
     def interrupt() -> None:
         time.sleep(1.5)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -109,7 +109,7 @@ def test_a_signal_ends_the_check_that_runs_and_reports_the_rest(run) -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_what_is_missing_is_named_and_nothing_runs(run) -> None:
+def test_check_with_missing_needs_names_them_and_does_not_run(run) -> None:
     everything = case("fails", needs=("vllm", "cumem", "transformer_engine", "apex", "2 gpus", "megatron"))
     code, found, report = run(everything, case("fails", needs=("vllm",)), device="cuda")
     assert code == 0
@@ -121,7 +121,7 @@ def test_what_is_missing_is_named_and_nothing_runs(run) -> None:
     assert run(case("fails", needs=("vllm",)))[1]["fails"]["reason"] == "needs vllm"
 
 
-def test_a_package_counts_only_with_its_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_package_counts_only_with_its_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's allocator may be there without vLLM: a folder `vllm` without `__init__.py`."""
     carried = tmp_path / "vllm" / "device_allocator"
     carried.mkdir(parents=True)
@@ -134,7 +134,7 @@ def test_a_package_counts_only_with_its_modules(tmp_path: Path, monkeypatch: pyt
     assert not machine._exists("transformer_engine.pytorch")
 
 
-def test_the_table_names_functions_that_exist() -> None:
+def test_table_names_functions_that_exist() -> None:
     names = [check.name for check in GPU_CHECKS]
     assert len(set(names)) == len(names)
     for check in GPU_CHECKS:
@@ -146,7 +146,7 @@ def test_the_table_names_functions_that_exist() -> None:
         assert set(check.needs) <= set(NEEDS)
 
 
-def test_one_gpu_takes_twenty_minutes_at_most() -> None:
+def test_gpu_checks_take_twenty_minutes_at_most_on_one_gpu() -> None:
     """Every limit reached, and no vLLM, Transformer Engine, Apex or second GPU."""
     others = {"vllm", "transformer_engine", "apex", "2 gpus"}
     assert sum(check.seconds for check in GPU_CHECKS if not others & set(check.needs)) <= runner.TOTAL_SECONDS
@@ -159,7 +159,7 @@ def test_mistakes_on_the_command_line(capsys: pytest.CaptureFixture[str], tmp_pa
     assert "name a file in a folder that exists" in capsys.readouterr().err
 
 
-def test_the_page_names_every_check_and_every_file_that_was_not_run() -> None:
+def test_gpu_page_names_every_check_and_every_unrun_file() -> None:
     page = (ROOT / "docs" / "gpu.md").read_text()
     before, _, rows = page.partition("## What crosses each row off")
     checks, _, table = before.partition("## What has not run")
@@ -173,7 +173,7 @@ def test_the_page_names_every_check_and_every_file_that_was_not_run() -> None:
     assert [name for name in sorted(not_run) if name not in named and not name.startswith(folders)] == []
 
 
-def test_the_page_names_only_what_exists() -> None:
+def test_page_names_only_what_exists() -> None:
     page = (ROOT / "docs" / "gpu.md").read_text()
     ours = [name for name in paths(page) if not name.startswith(("benchmarks/results/gpu-", "vllm/"))]
     assert [name for name in sorted(ours) if not exists(name) and not (ROOT / "docs" / name).exists()] == []
@@ -185,7 +185,7 @@ def test_the_page_names_only_what_exists() -> None:
 
 
 @pytest.mark.processes
-def test_the_command_ends_with_one_json_object(tmp_path: Path) -> None:
+def test_command_ends_with_one_json_object(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hybrid3d", "doctor", "--gpu", "--device", "cpu", "--only", "versions"]
     command += ["--json", "out.json"]
     done = subprocess.run(command, cwd=tmp_path, env=environment("doctor"), capture_output=True, text=True)

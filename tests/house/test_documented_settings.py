@@ -67,13 +67,13 @@ FOUND = list(settings())
 FRAGMENTS = list(fragments())
 
 
-def test_there_are_many() -> None:
+def test_documented_settings_are_many() -> None:
     assert len(FOUND) > 150
     assert len(FRAGMENTS) > 0
 
 
 @pytest.mark.parametrize("page", sorted({place.partition(":")[0] for place, *_ in FOUND}))
-def test_each_setting_with_a_value_exists(page: str) -> None:
+def test_documented_settings_exist_with_their_values(page: str) -> None:
     wrong = []
     for place, key, value, line in FOUND:
         # Tables of results leave out the section of the algorithm
@@ -87,7 +87,7 @@ def test_each_setting_with_a_value_exists(page: str) -> None:
 
 
 @pytest.mark.parametrize(("page", "block"), FRAGMENTS)
-def test_each_piece_of_a_recipe_can_be_read(page: str, block: str) -> None:
+def test_documented_recipe_pieces_can_be_read(page: str, block: str) -> None:
     content = parse_yaml(re.sub(r"\.\.\.", "", block))
     overrides = [f"{key}={_written(value)}" for key, value in flatten_settings(content).items()]
     assert not problem_of(*overrides), page
@@ -98,11 +98,11 @@ def _written(value: object) -> str:
 
 
 @pytest.mark.parametrize("override", ["algorithm.dynamic_sampling=true", "rollout.nothing=1", "roles.x.ranks=2"])
-def test_a_wrong_setting_would_be_found(override: str) -> None:
+def test_wrong_setting_would_be_found(override: str) -> None:
     assert problem_of(override)
 
 
-def test_what_a_resume_may_change_is_listed() -> None:
+def test_run_folder_page_lists_what_a_resume_may_change() -> None:
     page = (ROOT / "docs/run-folder.md").read_text(encoding="utf-8")
     table = page.split("## What a resume may change")[1].split("Those of the next section")[0]
     listed = set(re.findall(r"`([\w.]+(?:\.\*)?)`", table))

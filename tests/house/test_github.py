@@ -30,7 +30,7 @@ def test_ci_runs_what_the_repository_runs() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.stem)
-def test_a_form_can_be_read(form: Path) -> None:
+def test_form_can_be_read(form: Path) -> None:
     content = read(form)
     assert {"name", "description", "body"} <= set(content)
     asked = [part for part in content["body"] if part["type"] != "markdown"]
@@ -39,7 +39,7 @@ def test_a_form_can_be_read(form: Path) -> None:
     assert len(set(identifiers)) == len(identifiers) > 0
 
 
-def test_a_bug_comes_with_what_it_takes_to_find_it() -> None:
+def test_bug_comes_with_what_it_takes_to_find_it() -> None:
     text = (GITHUB / "ISSUE_TEMPLATE/bug.yml").read_text(encoding="utf-8")
     assert all(
         word in text for word in ("hybrid3d doctor", "recipe.yaml", "events.jsonl", "metrics.jsonl", "logs/rank-")
@@ -47,7 +47,7 @@ def test_a_bug_comes_with_what_it_takes_to_find_it() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_what_they_name_exists(page: Path) -> None:
+def test_github_files_name_only_what_exists(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert [name for name in sorted(paths(text)) if not exists(name)] == []
     assert make_targets(text) <= {"test", "gpu-check"}

@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "watch": {"launch_environment", "process", "distributed", "config"},
     "inputs": {"errors", "storage", "families", "reshard", "rl", "config"},
     "generation": {"distributed", "rl", "config", "scoring"},
-    "train": {"patches", "storage", "families", "process", "distributed", "reshard", "rl", "config", "scoring"},
+    "train": {"patches", "storage", "families", "distributed", "reshard", "rl", "config", "scoring"},
     "rollout": {"patches", "families", "reshard", "config", "generation"},
     "run": {"errors", "storage", "distributed", "rl", "config", "watch", "inputs", "generation"},
     "replay": {"errors", "storage", "reshard", "config", "generation", "run"},
@@ -119,7 +119,7 @@ def test_imports_run_one_way() -> None:
     assert not found, "\n".join(found)
 
 
-def test_the_table_has_every_room_and_no_circle() -> None:
+def test_table_has_every_room_and_no_circle() -> None:
     assert sorted(MAY_IMPORT) == sorted(structure.rooms())
     assert len(MAY_IMPORT) <= MAX_ROOMS
     lines = list(MAY_IMPORT)
@@ -128,36 +128,36 @@ def test_the_table_has_every_room_and_no_circle() -> None:
     structure.floors(structure.rooms())
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_modules_import_each_other_in_no_circle() -> None:
     assert len(structure.modules()) > 100
     structure.floors(structure.modules())
 
 
-def test_a_circle_is_found() -> None:
+def test_circle_is_found() -> None:
     with pytest.raises(ValueError, match="a imports itself, by a, b"):
         structure.floors({"a": frozenset({"b"}), "b": frozenset({"a"})})
 
 
-def test_nothing_is_allowed_that_nobody_needs() -> None:
+def test_import_rules_allow_only_what_is_needed() -> None:
     assert {room: sorted(targets) for room, targets in structure.rooms().items()} == {
         room: sorted(targets) for room, targets in MAY_IMPORT.items()
     }
 
 
 @pytest.mark.parametrize("room", ["run", "generation", "scoring", "inputs", "reshard", "config", "rl"])
-def test_no_engine_is_reached_from(room: str) -> None:
+def test_rooms_reach_no_engine(room: str) -> None:
     assert not structure.reachable(structure.rooms(), room) & {"train", "rollout"}
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("loop", ["data_loops", "replay"])
-def test_no_rollout_engine_is_imported_by(loop: str) -> None:
+def test_trainer_loops_import_no_rollout_engine(loop: str) -> None:
     code = f"import sys; from hybrid3d.trainer import {loop}; print('vllm' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "False", done.stderr
 
 
-def test_the_picture_is_that_of_the_code() -> None:
+def test_picture_is_that_of_the_code() -> None:
     assert structure.PICTURE.read_text() == structure.picture(structure.rooms()), "run python docs/structure.py"
 
 
@@ -193,7 +193,7 @@ def test_the_picture_is_that_of_the_code() -> None:
         ("errors.py", "from hybrid3d.config import Recipe, load_recipe"),
     ],
 )
-def test_the_checker_catches(path: str, source: str) -> None:
+def test_checker_catches(path: str, source: str) -> None:
     assert len(forbidden(source, PurePosixPath(path))) == 1
 
 
@@ -214,11 +214,11 @@ def test_the_checker_catches(path: str, source: str) -> None:
         ("rl/data.py", "import rayon, vllmish, torchdata"),
     ],
 )
-def test_the_checker_allows(path: str, source: str) -> None:
+def test_checker_allows(path: str, source: str) -> None:
     assert forbidden(source, PurePosixPath(path)) == []
 
 
-def test_no_utils() -> None:
+def test_file_names_have_no_utils() -> None:
     names = (part.removesuffix(".py") for file in FILES for part in relative(file).parts)
     assert [name for name in names if re.search(r"(^|_)(utils?|helpers?|misc)$", name)] == []
 
@@ -266,3 +266,27 @@ def test_pins_agree_with_the_lock() -> None:
     assert pins(extras["ray"]).items() <= pins((ROOT / "requirements" / "ray.txt").read_text().splitlines()).items()
     elsewhere = pins(extras["gpu"] + extras["ray"])
     assert {n: v for n, v in elsewhere.items() if n in locked} == {n: locked[n] for n in elsewhere if n in locked}
+
+
+TESTS = sorted((ROOT / "tests").rglob("test_*.py"))
+MAX_WORDS = 10
+NO_UNIT = set(
+    "a an the what it nothing there where too one both only of in another other without no every each".split()
+)
+
+
+def badly_named(source: str) -> list[str]:
+    """Return the tests whose name has too many words, or does not begin with what is tested."""
+    functions = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef))
+    words = {node.name: node.name.split("_")[1:] for node in functions if node.name.startswith("test_")}
+    return [name for name, parts in words.items() if len(parts) > MAX_WORDS or parts[0] in NO_UNIT]
+
+
+def test_names_of_tests_begin_with_the_unit() -> None:
+    assert TESTS
+    assert {path.name: names for path in TESTS if (names := badly_named(path.read_text()))} == {}
+
+
+@pytest.mark.parametrize("name", ["what_is_refused", "a_file", "file_" + "of_" * 9 + "one"])
+def test_badly_named_test_is_found(name: str) -> None:
+    assert badly_named(f"def test_{name}() -> None: ...") == [f"test_{name}"]

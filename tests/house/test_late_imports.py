@@ -108,7 +108,7 @@ def work(tmp_path: Path) -> Path:
         ("replay run", 2, "--step"),
     ],
 )
-def test_what_is_answered_at_once(work: Path, line: str, code: int, said: str) -> None:
+def test_command_line_answers_at_once_without_heavy_imports(work: Path, line: str, code: int, said: str) -> None:
     ended, heavy, seconds = answer(work, line, said)
     assert (ended, heavy) == (code, [])
     assert seconds < SECONDS
@@ -126,7 +126,7 @@ def test_what_is_answered_at_once(work: Path, line: str, code: int, said: str) -
         ("data.train=t.jsonl data.eval=t.jsonl evaluation.data.more=u.jsonl", "u.jsonl: no such file"),
     ],
 )
-def test_a_mistake_in_data_is_found_before_torch_is_imported(work: Path, settings: str, said: str) -> None:
+def test_mistake_in_data_is_found_before_torch_is_imported(work: Path, settings: str, said: str) -> None:
     (work / "t.jsonl").write_text('{"question": "2+3?", "answer": "5"}')
     ended, heavy, seconds = answer(work, f"train recipe.yaml {settings}", said)
     assert ended == 2

@@ -56,7 +56,7 @@ def watch(work: Path, *settings: str, look: Callable[[set[Listening]], None] = l
     return found
 
 
-def test_what_is_open_is_seen() -> None:
+def test_listening_sees_what_is_open() -> None:
     with socket.create_server(("", 0)) as everywhere, socket.create_server(("127.0.0.1", 0)) as here:
         found = {one.port: one for one in listening(["self"])}  # type: ignore[list-item]
         assert is_open(found[everywhere.getsockname()[1]])
@@ -64,7 +64,7 @@ def test_what_is_open_is_seen() -> None:
 
 
 @pytest.mark.slow  # agents run on the same ranks, too
-def test_a_run_on_the_same_ranks_listens_on_loopback_alone(demo: Path, tmp_path: Path) -> None:
+def test_run_on_the_same_ranks_listens_on_loopback_alone(demo: Path, tmp_path: Path) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     with pytest.MonkeyPatch.context() as patch:
@@ -127,7 +127,7 @@ print("tried", len(ports), len(told))
 """
 
 
-def test_a_run_of_several_roles_listens_on_loopback_alone_and_is_not_robbed(demo: Path, tmp_path: Path) -> None:
+def test_split_run_listens_on_loopback_alone_and_is_not_robbed(demo: Path, tmp_path: Path) -> None:
     """Whoever is on the machine can read the store; it has no secret, and nothing that is sent is unpickled."""
     work, thieves = demo_folder(tmp_path, demo), list[tuple[str, str]]()
     proof = tmp_path / "proof"
@@ -193,7 +193,7 @@ def test_agents_find_the_key_and_their_endpoint_on_loopback_alone(demo: Path, tm
     assert strangers == {401}
 
 
-def test_ray_on_this_machine_listens_on_loopback_alone_and_leaves_nothing(demo: Path, tmp_path: Path) -> None:
+def test_local_ray_listens_on_loopback_alone_and_leaves_nothing(demo: Path, tmp_path: Path) -> None:
     pytest.importorskip("ray")
     work, home = demo_folder(tmp_path, demo), tmp_path / "home"
     home.mkdir()

@@ -75,7 +75,7 @@ def assigned(source: str) -> list[str]:
     return found
 
 
-def test_nothing_is_patched_elsewhere() -> None:
+def test_patches_stand_nowhere_but_in_the_tables() -> None:
     found = {}
     for file in PACKAGE.rglob("*.py"):
         path = file.relative_to(PACKAGE).as_posix()
@@ -84,7 +84,7 @@ def test_nothing_is_patched_elsewhere() -> None:
     assert found == {}
 
 
-def test_a_patch_is_found() -> None:
+def test_patch_is_found() -> None:
     assert assigned("import torch\ntorch.cuda.synchronize = None") == ["torch.cuda.synchronize"]
     assert assigned("from megatron.core import a as b\nb.C.d = 1\nself.b = 2") == ["b.C.d"]
     assert assigned("from vllm import x\nmock.patch.object(x, 'y', 1)") == ["mock.patch.object(x, 'y', 1)"]

@@ -17,7 +17,7 @@ def probability(weight: float, step: float, updates: float) -> float:
 
 
 @pytest.mark.parametrize("weight", [1.5, -1.5, 1.0078125])
-def test_the_first_update_changes_what_moves_more_than_half_a_spacing(weight: float) -> None:
+def test_initial_update_changes_what_moves_more_than_half_a_spacing(weight: float) -> None:
     half = 2**-8
     assert probability(weight, half * 1.01, 0) == 1
     assert probability(weight, half * 0.99, 0) == 0
@@ -32,7 +32,7 @@ def test_below_a_power_of_two_weights_are_twice_as_dense(step: float, changing: 
     assert probability(1.0, step, 0) == probability(-1.0, step, 0) == changing / 2
 
 
-def test_in_the_long_run_the_probability_is_the_part_of_a_spacing() -> None:
+def test_long_run_probability_is_the_part_of_a_spacing() -> None:
     spacing = 2**-7
     assert probability(1.5, spacing / 4, math.inf) == 1 / 4
     assert probability(1.0, spacing / 4, math.inf) == (1 / 4 + 1 / 2) / 2
@@ -112,7 +112,7 @@ class AdamRun:
         return float((self.weights != before).double().mean())
 
 
-def test_the_step_size_is_that_of_torch() -> None:
+def test_step_size_is_that_of_torch() -> None:
     run = AdamRun(1e-2)
     for _ in range(3):
         before = run.main.detach().clone()

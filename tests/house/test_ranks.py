@@ -31,7 +31,7 @@ dist.destroy_process_group()
 """
 
 
-def test_all_groups_of_a_process_share_one_thread_for_the_network() -> None:
+def test_process_groups_share_one_network_thread() -> None:
     """Each of its own would wake a hundred times a second: with thirty groups a rank they are what is timed."""
     environment = os.environ | {"RANK": "0", "WORLD_SIZE": "1"}
     done = subprocess.run([sys.executable, "-c", GROUPS], env=environment, capture_output=True, text=True, timeout=60)
@@ -86,9 +86,7 @@ else:
 
 
 @pytest.mark.parametrize("collective", ["torch", "gather", "broadcast"])
-def test_nothing_is_unpickled_that_a_process_without_the_runs_secret_sends_in_the_place_of_a_rank(
-    collective: str, tmp_path: Path
-) -> None:
+def test_objects_from_processes_without_the_secret_are_not_unpickled(collective: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     planted = tmp_path / "planted"
@@ -107,7 +105,7 @@ def test_nothing_is_unpickled_that_a_process_without_the_runs_secret_sends_in_th
     assert not (tmp_path / "planted0").exists()
 
 
-def test_objects_of_a_run_are_read_by_its_own_processes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objects_of_a_run_are_read_only_by_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_environment, "_secret", b"of the run")
     sent = patches.pickled({"a": [1, 2]})
     assert patches.unpickled(sent) == {"a": [1, 2]}

@@ -118,7 +118,7 @@ def test_readme_names_something_of_each_kind() -> None:
     assert help_of("no-such-command").returncode != 0  # so that success below means something
 
 
-def test_readme_is_short_and_has_one_table_of_numbers_that_other_pages_have() -> None:
+def test_readme_is_short_with_one_table_of_numbers_shown_elsewhere() -> None:
     text = README.read_text()
     assert len(text.split()) <= 650
     assert len(re.findall(r"^\|---", text, re.MULTILINE)) == 1
@@ -167,7 +167,7 @@ BENCHMARKS = sorted(path for path in (ROOT / "benchmarks").glob("*.py") if path.
 
 
 @pytest.mark.parametrize("script", BENCHMARKS, ids=lambda path: path.stem)
-def test_a_benchmark_says_what_it_is_and_runs_nothing(script: Path) -> None:
+def test_benchmark_says_what_it_is_and_runs_nothing(script: Path) -> None:
     done = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert "usage: " in done.stdout
@@ -182,7 +182,7 @@ Run `make setup` or `hybrid3d eval RUN --step 3`; weights of `Qwen/Qwen2.5-7B` g
 $ make -j2 test lint PYTHON=python3.11   # make sure
 cd x && PYTHONPATH=src .venv/bin/hybrid3d train recipes/demo.yaml \\
     run.steps=3 --dry-run
-.venv/bin/pytest tests/house/test_house.py::test_no_utils
+.venv/bin/pytest tests/house/test_house.py::test_file_names_have_no_utils
 cat runs/demo/metrics.jsonl | head; srun -N2 hybrid3d plan R [--json]; hybrid3d serve R --port 1 -- --max-model-len 2
 ```
 
@@ -190,7 +190,7 @@ cat runs/demo/metrics.jsonl | head; srun -N2 hybrid3d plan R [--json]; hybrid3d 
 """
 
 
-def test_what_is_found_in_a_text() -> None:
+def test_sample_text_yields_make_targets_subcommands_and_paths() -> None:
     assert make_targets(SAMPLE) == {"setup", "test", "lint", "clean"}
     assert subcommands(SAMPLE) == {"eval": {"--step"}, "train": {"--dry-run"}, "plan": {"--json"}, "serve": {"--port"}}
     ours = {"reshard/", "recipes/*.yaml", "setup.py", "recipes/demo.yaml", "tests/house/test_house.py", "docs/page.md"}
@@ -212,6 +212,6 @@ def test_what_is_found_in_a_text() -> None:
         ("resharding/", False),
     ],
 )
-def test_what_exists(name: str, there: bool) -> None:
+def test_exists_tells_which_of_our_paths_are_there(name: str, there: bool) -> None:
     assert is_ours(name)
     assert exists(name) is there

@@ -16,11 +16,11 @@ made = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(made)
 
 
-def test_the_page_is_what_the_code_says() -> None:
+def test_page_is_what_the_code_says() -> None:
     assert (ROOT / "docs/recipe.md").read_text() == made.page(), "run python docs/recipe.py"
 
 
-def test_every_setting_has_its_row() -> None:
+def test_recipe_page_has_a_row_for_every_setting() -> None:
     recipe = load_recipe(
         ROOT / "recipes/demo-cpu.yaml",
         ["algorithm.name=ppo", "critic.optimizer.lr=0.1", "rollout.agents.port=9000", "lora.rank=8"],
@@ -40,7 +40,7 @@ def test_every_setting_has_its_row() -> None:
     assert found == wanted - of_critic | {"critic.optimizer", "rollout.agents", "evaluation.data"}
 
 
-def test_what_a_first_run_needs_is_marked() -> None:
+def test_recipe_page_marks_what_a_first_run_needs() -> None:
     """The settings without a default, and those that half of the recipes set, and few others."""
     marked, required, section = set(), set(), ""
     for line in made.page().splitlines():

@@ -57,12 +57,12 @@ def test_pytorch_comes_first_and_with_what_its_build_needs(clone: Path) -> None:
     assert ["-e", "."] in [one[-2:] for one in others]
 
 
-def test_the_build_is_told_once_it_is_installed(clone: Path) -> None:
+def test_build_is_told_once_it_is_installed(clone: Path) -> None:
     calls = calls_of(clone, "setup")
     assert calls[1] == ["requirements/torch_build.py"]
 
 
-def test_a_second_setup_installs_nothing(clone: Path) -> None:
+def test_second_setup_installs_nothing(clone: Path) -> None:
     assert calls_of(clone, "setup") != []
     assert calls_of(clone, "setup") == []
 
@@ -87,7 +87,7 @@ def test_changed_requirements_are_installed_and_named(clone: Path, name: str) ->
     assert calls_of(clone, "setup") == []
 
 
-def test_a_changed_project_file_installs_no_packages(clone: Path) -> None:
+def test_changed_project_file_installs_no_packages(clone: Path) -> None:
     calls_of(clone, "setup")
     with (clone / "pyproject.toml").open("a") as file:
         file.write("# another line\n")
@@ -97,7 +97,7 @@ def test_a_changed_project_file_installs_no_packages(clone: Path) -> None:
     assert calls_of(clone, "setup") == []
 
 
-def test_packages_of_other_files_are_installed_when_that_file_has_changed(clone: Path) -> None:
+def test_packages_of_a_changed_requirements_file_are_installed_again(clone: Path) -> None:
     calls_of(clone, ".venv/.installed-demo")
     with (clone / "requirements/demo.txt").open("a") as file:
         file.write("# another line\n")
@@ -106,7 +106,7 @@ def test_packages_of_other_files_are_installed_when_that_file_has_changed(clone:
     assert "Changed since the last installation: requirements/demo.txt" in said
 
 
-def test_what_failed_to_install_is_tried_again(clone: Path) -> None:
+def test_failed_installation_is_tried_again(clone: Path) -> None:
     python = clone / ".venv/bin/python"
     works = python.read_text()
     python.write_text("#!/bin/sh\nexit 1\n")
@@ -126,7 +126,7 @@ def torch_build() -> ModuleType:
     return module
 
 
-def test_the_line_says_which_build_and_what_it_costs(torch_build: ModuleType) -> None:
+def test_line_says_which_build_and_what_it_costs(torch_build: ModuleType) -> None:
     cpu = torch_build.describe("2.13.0+cpu", 700_000_000, 0)
     assert "2.13.0+cpu" in cpu
     assert "0.7 GB" in cpu
@@ -136,7 +136,7 @@ def test_the_line_says_which_build_and_what_it_costs(torch_build: ModuleType) ->
     assert all(words in cuda for words in ("CUDA", "1.1 GB", "3.6 GB", "PIP_EXTRA_INDEX_URL"))
 
 
-def test_the_line_is_about_what_is_installed_here(torch_build: ModuleType) -> None:
+def test_line_is_about_what_is_installed_here(torch_build: ModuleType) -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "requirements" / "torch_build.py"], capture_output=True, text=True, timeout=60
     )
@@ -147,7 +147,7 @@ def test_the_line_is_about_what_is_installed_here(torch_build: ModuleType) -> No
     assert shared < torch_build.installed_bytes("torch") < 10 * shared
 
 
-def test_what_pytorch_s_build_needs_is_installed_as_it_asks() -> None:
+def test_dependencies_of_pytorch_are_installed_as_it_asks() -> None:
     """The pins agree with both builds, so that a second `make setup` changes nothing back: triton 3.7.1 for CUDA's."""
     asked = [Requirement(line) for line in requires("torch") or ()]
     needed = [one for one in asked if one.marker is None or one.marker.evaluate({"extra": ""})]

@@ -70,7 +70,7 @@ def _is_true(node: ast.AST | None) -> bool:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_text_file_names_its_encoding(path: Path) -> None:
+def test_text_files_are_opened_with_an_encoding(path: Path) -> None:
     lines = [call.lineno for call in calls_without_encoding(path.read_text(encoding="utf-8"))]
     assert not lines, f"{path}: lines {lines} open a text in the encoding of the locale: give encoding"
 
@@ -95,7 +95,7 @@ def test_every_text_file_names_its_encoding(path: Path) -> None:
         ),
     ],
 )
-def test_the_check_finds(source: str) -> None:
+def test_check_finds(source: str) -> None:
     assert len(list(calls_without_encoding(source))) == 1
 
 
@@ -111,7 +111,7 @@ def test_the_check_finds(source: str) -> None:
         ),
     ],
 )
-def test_the_check_does_not_find(source: str) -> None:
+def test_check_does_not_find(source: str) -> None:
     assert not list(calls_without_encoding(source))
 
 
@@ -151,7 +151,7 @@ def other_locale(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, st
 
 
 @pytest.mark.processes
-def test_a_rank_shows_and_logs_in_other_locales(other_locale: dict[str, str]) -> None:
+def test_rank_shows_and_logs_in_other_locales(other_locale: dict[str, str]) -> None:
     done = subprocess.run([sys.executable, "-c", CONSOLE], capture_output=True, env=other_locale)
     assert done.returncode == 0, done.stderr
     assert b"reward 0.500" in done.stdout
@@ -159,7 +159,7 @@ def test_a_rank_shows_and_logs_in_other_locales(other_locale: dict[str, str]) ->
 
 
 @pytest.mark.processes
-def test_a_mistake_is_told_in_other_locales(other_locale: dict[str, str], tmp_path: Path) -> None:
+def test_mistake_is_told_in_other_locales(other_locale: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text("name: caf\u00e9\nmodel: {path: /\u2192}\n", encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-m", "hybrid3d", "plan", tmp_path / "r.yaml"], capture_output=True, env=other_locale
@@ -186,7 +186,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.processes
-def test_a_reward_may_print_in_other_locales(other_locale: dict[str, str], tmp_path: Path) -> None:
+def test_reward_may_print_in_other_locales(other_locale: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(REWARD, encoding="utf-8")
     (tmp_path / "program.py").write_text(PROGRAM, encoding="utf-8")
     done = subprocess.run([sys.executable, "program.py"], capture_output=True, env=other_locale, cwd=tmp_path)

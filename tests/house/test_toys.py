@@ -29,7 +29,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     return first, second
 
 
-def test_a_toy_source_is_synced_to_a_toy_sink(ranks: tuple[Any, Any]) -> None:
+def test_toy_source_is_synced_to_a_toy_sink(ranks: tuple[Any, Any]) -> None:
     for version, (one, other) in enumerate(zip(ranks[0]["synced"], ranks[1]["synced"], strict=True)):
         assert one["right"] == other["right"] == NAMES
         assert (one["version"], other["version"]) == (version, version)
@@ -37,13 +37,13 @@ def test_a_toy_source_is_synced_to_a_toy_sink(ranks: tuple[Any, Any]) -> None:
         assert one["corrupted"] == other["corrupted"] == []
 
 
-def test_a_toy_scorer_gives_the_rewards_on_all_ranks(ranks: tuple[Any, Any]) -> None:
+def test_toy_scorer_gives_the_rewards_on_all_ranks(ranks: tuple[Any, Any]) -> None:
     for said in ranks:
         assert said["rewards"] == [5.0, 0.0, 4.0, 0.0]
         assert said["failures"] == {"empty": 1}
 
 
-def test_a_toy_loss_moves_the_policy(ranks: tuple[Any, Any]) -> None:
+def test_toy_loss_moves_the_policy(ranks: tuple[Any, Any]) -> None:
     first, second = ranks
     assert first["loss"] == [pytest.approx([-0.2, -0.5, 0.5])]
     assert first["grad"] == [[-2.0, 0.0, 0.0]]

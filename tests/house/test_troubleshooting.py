@@ -20,23 +20,23 @@ EVENTS = sorted(set(re.findall(r"events? `(\w+)`", PAGE)))
 METRICS = sorted(set(re.findall(r"`((?:sync|time|rollout|reward|mismatch)/\w+)`", PAGE)))
 
 
-def test_there_are_some_of_each() -> None:
+def test_troubleshooting_page_has_some_of_each_kind() -> None:
     assert min(len(MESSAGES), len(SETTINGS), len(EVENTS), len(METRICS)) > 5
 
 
 @pytest.mark.parametrize("message", MESSAGES)
-def test_each_message_is_in_the_sources(message: str) -> None:
+def test_quoted_messages_are_in_the_sources(message: str) -> None:
     strings = re.sub(r'"\n\s*f?"', "", SOURCES)  # a string that goes on in the next line
     assert message in strings
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_each_setting_exists(setting: str) -> None:
+def test_quoted_settings_exist(setting: str) -> None:
     section, _, key = setting.rpartition(".")
     rows = RECIPE.split(f"\n## {section}\n")[1].split("\n## ")[0]
     assert f"| `{key}`" in rows
 
 
 @pytest.mark.parametrize("name", EVENTS + METRICS)
-def test_each_event_and_metric_is_described(name: str) -> None:
+def test_quoted_events_and_metrics_are_described(name: str) -> None:
     assert f"`{name}`" in FOLDER

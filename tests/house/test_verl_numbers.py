@@ -40,7 +40,7 @@ def test_cases(section: str) -> None:
         assert "batch" not in case or case["batch"] in TRL["batches"], case["name"]
 
 
-def test_every_loss_and_estimator_is_there() -> None:
+def test_verl_numbers_have_every_loss_and_estimator() -> None:
     assert {case["settings"]["loss_mode"] for case in VERL["losses"]} == set(LOSS_MODES)
     assert {case["settings"]["adv_estimator"] for case in VERL["advantages"]} == set(ESTIMATORS)
 

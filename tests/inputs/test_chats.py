@@ -103,21 +103,21 @@ def rendered(tokenizer: Any, answer: str) -> str:
         (GEMMA, "</s>", "5", "<start_of_turn>assistant\n"),
     ],
 )
-def test_what_is_trained_is_what_the_template_renders(template: str, eos: str, answer: str, front: str) -> None:
+def test_trained_text_is_what_the_template_renders(template: str, eos: str, answer: str, front: str) -> None:
     tokenizer = make_tokenizer(template, eos)
     prompt, told = texts(tokenizer, "2+3?", answer)
     assert prompt.endswith(front)
     assert prompt + told == rendered(tokenizer, answer).removesuffix("\n")  # up to the end token
 
 
-def test_an_answer_ends_once() -> None:
+def test_answer_ends_once() -> None:
     assert texts(make_tokenizer(QWEN), "2+3?", "5")[1] == "5<|im_end|>"
     assert texts(make_tokenizer(LLAMA_2, "</s>"), "2+3?", "5")[1] == " 5 </s>"
     endless = QWEN.replace("<|im_end|>\n{% endfor", "\n{% endfor")
     assert texts(make_tokenizer(endless, "</s>"), "2+3?", "5")[1] == "5</s>"
 
 
-def test_an_answer_that_closes_the_block_goes_on_in_it() -> None:
+def test_answer_that_closes_the_block_goes_on_in_it() -> None:
     """R1's template drops thoughts, as they are no history; the policy writes them after the prompt that opens them."""
     tokenizer = make_tokenizer(R1, "</s>")
     prompt, told = texts(tokenizer, "2+3?", "add\n</think>\n\n5")
@@ -135,7 +135,7 @@ def test_an_answer_that_closes_the_block_goes_on_in_it() -> None:
         (QWEN.replace("{{ m['content'] }}", "{{ m['content'] if m['role'] == 'user' else '' }}"), "5"),
     ],
 )
-def test_an_answer_that_the_template_renders_otherwise_is_refused(template: str, answer: str) -> None:
+def test_answer_that_the_template_renders_otherwise_is_refused(template: str, answer: str) -> None:
     tokenizer = make_tokenizer(template)
     with pytest.raises(InvalidRow, match="asks for an answer in another way than it renders one") as refused:
         encode_answer(tokenizer, "2+3?", answer)
@@ -158,7 +158,7 @@ SHORT = ("d", "e", "end", "s", "n", "think", " 42 ", "\n42")
         (GEMMA, "</s>", "<end_of_turn>"),
     ],
 )
-def test_an_answer_that_is_within_the_end_token(template: str, eos: str, end: str, answer: str) -> None:
+def test_answer_that_is_within_the_end_token(template: str, eos: str, end: str, answer: str) -> None:
     tokenizer = make_tokenizer(template, eos)
     prompt, told = texts(tokenizer, "2+3?", answer)
     assert prompt + told == rendered(tokenizer, answer).removesuffix("\n")
@@ -170,7 +170,7 @@ def test_an_answer_that_is_within_the_end_token(template: str, eos: str, end: st
 
 
 @pytest.mark.parametrize(("template", "answer"), [(R1, "dd"), (R1, "User"), (R1, "2+3?"), (V3_1, "s"), (QWEN, "user")])
-def test_an_answer_that_is_within_the_prompt(template: str, answer: str) -> None:
+def test_answer_that_is_within_the_prompt(template: str, answer: str) -> None:
     tokenizer = make_tokenizer(template, "</s>" if template != QWEN else "<|im_end|>")
     end = tokenizer.eos_token
     assert texts(tokenizer, "2+3?", answer)[1] == answer + end
@@ -184,7 +184,7 @@ def test_an_answer_that_is_within_the_prompt(template: str, answer: str) -> None
 
 @pytest.mark.parametrize("template", [R1, V3_1])
 @pytest.mark.parametrize("front", ["<think>\n", "\n<think>\n", "<think>", ""])
-def test_a_trace_opens_its_block_once(template: str, front: str) -> None:
+def test_trace_opens_its_block_once(template: str, front: str) -> None:
     tokenizer = make_tokenizer(template, "</s>")
     prompt, told = texts(tokenizer, "2+3?", f"{front}let me\n</think>\n\n42")
     assert prompt == tokenizer.apply_chat_template(TALK[:1], tokenize=False, add_generation_prompt=True)
@@ -197,7 +197,7 @@ PHI_3 = (  # which ends the whole text with EOS, that no answer ends with
 )
 
 
-def test_an_answer_ends_with_the_first_of_the_models_end_tokens(tmp_path: Path) -> None:
+def test_answer_ends_with_the_first_of_the_models_end_tokens(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(PHI_3, "</s>")
     end, eos = tokenizer.convert_tokens_to_ids(["<|im_end|>", "</s>"])
     for ends, told in (([end, eos], "42<|im_end|>"), ([eos], "42<|im_end|>\n</s>"), ([], "42<|im_end|>\n</s>")):
@@ -210,7 +210,7 @@ def test_an_answer_ends_with_the_first_of_the_models_end_tokens(tmp_path: Path) 
     assert tokenizer.decode(pairs.examples[0].rejected).endswith("6<|im_end|>")
 
 
-def test_a_run_takes_end_tokens_from_the_checkpoint(tmp_path: Path) -> None:
+def test_run_takes_end_tokens_from_the_checkpoint(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(PHI_3, "</s>")
     tokenizer.save_pretrained(tmp_path / "model")
     end, eos = tokenizer.convert_tokens_to_ids(["<|im_end|>", "</s>"])
@@ -266,7 +266,7 @@ def test_sft_and_dpo_read_them(tmp_path: Path) -> None:
 TALK = [{"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "5"}]
 
 
-def test_a_prompt_that_has_the_answer_is_refused(tmp_path: Path) -> None:
+def test_prompt_that_has_the_answer_is_refused(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(QWEN)
     with pytest.raises(InvalidRow, match="the prompt ends with a turn of the assistant"):
         encode_chat(tokenizer, TALK)
@@ -290,7 +290,7 @@ def test_keys_that_arrow_and_clients_add_are_not_there(tmp_path: Path) -> None:
     )
 
 
-def test_a_column_that_is_rendered_already_has_one_bos() -> None:
+def test_column_that_is_rendered_already_has_one_bos() -> None:
     from tokenizers import processors
 
     tokenizer = make_tokenizer(R1, "</s>")
@@ -305,7 +305,7 @@ def test_a_column_that_is_rendered_already_has_one_bos() -> None:
 LLAMA_3_2 = "{{ 'Today Date: ' + strftime_now('%d %b %Y') }}" + QWEN
 
 
-def test_a_run_has_one_date(tmp_path: Path) -> None:
+def test_run_has_one_date(tmp_path: Path) -> None:
     make_tokenizer(LLAMA_3_2).save_pretrained(tmp_path / "model")
     recipe = load_recipe(
         Path(__file__).parents[2] / "recipes/demo-cpu.yaml",
@@ -326,7 +326,7 @@ def load_recipe_text(text: str, folder: Path) -> Recipe:
     return load_recipe(folder / "recipe.yaml")
 
 
-def test_a_date_that_is_none_is_refused() -> None:
+def test_date_that_is_none_is_refused() -> None:
     for day in ("2024-02-30", "26 Jul 2024", "20240726"):
         with pytest.raises(RecipeError, match=r"data\.date: expected a string, a day as '2024-07-26'"):
             load_recipe(

@@ -50,7 +50,7 @@ def model(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Path:
     return folder
 
 
-def test_an_export_has_what_is_known_and_transformers_reads_it(model: Path, tmp_path: Path) -> None:
+def test_export_has_what_is_known_and_transformers_reads_it(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     for name in (*KNOWN, *OLD):
@@ -75,7 +75,7 @@ def test_code_is_copied_where_a_config_names_it(model: Path, tmp_path: Path) -> 
     assert (tmp_path / "modeling_x.py").exists()
 
 
-def test_an_export_of_a_read_only_checkpoint_can_be_written(tmp_path: Path) -> None:
+def test_export_of_a_read_only_checkpoint_can_be_written(tmp_path: Path) -> None:
     """Not as root, who may write everything."""
     source, out = tmp_path / "model", tmp_path / "out"
     for folder in (source, out):
@@ -118,7 +118,7 @@ def sharded(folder: Path, *shards: dict[str, torch.Tensor]) -> None:
     (folder / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def test_an_index_beside_a_single_file_is_refused_as_transformers_reads_the_latter(model: Path) -> None:
+def test_index_beside_a_single_file_is_refused(model: Path) -> None:
     tensors = load_file(model / SINGLE_FILE)
     sharded(model, dict(list(tensors.items())[:5]), dict(list(tensors.items())[5:]))
     assert read_index(model).keys() == tensors.keys()
@@ -133,7 +133,7 @@ def test_an_index_beside_a_single_file_is_refused_as_transformers_reads_the_latt
     assert read_index(model).keys() == tensors.keys()
 
 
-def test_a_tensor_in_two_files_is_refused_as_transformers_reads_the_last(model: Path) -> None:
+def test_tensor_in_two_files_is_refused(model: Path) -> None:
     tensors = load_file(model / SINGLE_FILE)
     norm = "model.norm.weight"
     others = {name: tensor for name, tensor in tensors.items() if "layers.0" in name}
@@ -153,7 +153,7 @@ def test_files_that_only_transformers_would_read_are_refused(model: Path) -> Non
 
 
 @pytest.mark.parametrize("stored", ["no scales", "no FP8", "scales alone"])
-def test_all_of_something_missing_is_refused_as_some_of_it_is(tmp_path: Path, stored: str) -> None:
+def test_fp8_checkpoint_without_any_scales_or_tensors_is_refused(tmp_path: Path, stored: str) -> None:
     weights = {f"{name}.weight": torch.ones(4, 4).to(torch.float8_e4m3fn) for name in ("a", "b")}
     scales = {f"{name}_scale_inv": torch.ones(1, 1) for name in weights}
     plain = {name: torch.ones(4, 4) for name in weights}
@@ -172,7 +172,7 @@ def test_all_of_something_missing_is_refused_as_some_of_it_is(tmp_path: Path, st
         read_index(tmp_path)
 
 
-def test_an_index_that_names_nothing(tmp_path: Path) -> None:
+def test_index_that_names_nothing(tmp_path: Path) -> None:
     (tmp_path / INDEX_FILE).write_text('{"weight_map": {}}')
     with pytest.raises(CheckpointError, match="it names no tensor"):
         read_index(tmp_path)
@@ -199,7 +199,7 @@ def read(folder: Path) -> Any:
     return read_tokenizer(load_recipe(ROOT / "recipes/demo-cpu.yaml", [f"model.path={folder}"]))
 
 
-def test_a_special_token_that_transformers_invents_is_refused(tmp_path: Path) -> None:
+def test_special_token_that_transformers_invents_is_refused(tmp_path: Path) -> None:
     """Without tokenizer_config.json it gives Qwen2's tokenizers an end token that this one does not have."""
     byte_tokenizer(tmp_path / "bare")
     assert AutoTokenizer.from_pretrained(tmp_path / "bare").eos_token_id == len(BYTES) + 1
@@ -213,7 +213,7 @@ def test_a_special_token_that_transformers_invents_is_refused(tmp_path: Path) ->
     assert said[0].startswith("no file of the tokenizer names unk_token '<|endoftext|>', pad_token '<|endoftext|>'")
 
 
-def test_an_end_token_that_is_guessed_must_be_the_models(tmp_path: Path) -> None:
+def test_end_token_that_is_guessed_must_be_the_models(tmp_path: Path) -> None:
     byte_tokenizer(tmp_path, tokenizer_class="Qwen2Tokenizer", unk_token="<end>", pad_token="<end>")
     own = json.loads((tmp_path / "tokenizer.json").read_text())
     own["model"]["vocab"]["<|endoftext|>"] = len(BYTES) + 1
@@ -229,7 +229,7 @@ def test_an_end_token_that_is_guessed_must_be_the_models(tmp_path: Path) -> None
     )
 
 
-def test_a_sentencepiece_model_whose_class_nobody_names(tmp_path: Path) -> None:
+def test_sentencepiece_model_whose_class_nobody_names(tmp_path: Path) -> None:
     """Transformers drops the blank before the first word then; SentencePiece itself is the reference."""
     path = Path(mistral_common.__file__).parent / "data" / "tokenizer.model.v1"
     (tmp_path / "tokenizer.model").write_bytes(path.read_bytes())
@@ -246,7 +246,7 @@ def test_a_sentencepiece_model_whose_class_nobody_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
-def test_a_class_that_splits_otherwise_than_the_file_has_its_cure(tmp_path: Path, model_type: str) -> None:
+def test_class_that_splits_otherwise_than_the_file_has_its_cure(tmp_path: Path, model_type: str) -> None:
     """The form of R1-Distill-Llama: transformers takes these bytes for SentencePiece's."""
     byte_tokenizer(tmp_path, model_type, eos_token="<end>", bos_token="<end>", tokenizer_class="LlamaTokenizerFast")
     with pytest.raises(CheckpointError) as refused:

@@ -135,7 +135,7 @@ DIFFERENT = [
 
 
 @pytest.mark.parametrize(("family", "changes", "said"), DIFFERENT)
-def test_what_another_reader_would_take_otherwise_is_refused(
+def test_config_values_that_readers_take_differently_are_refused(
     tmp_path: Path, family: str, changes: dict[str, Any], said: str
 ) -> None:
     folder = written(tmp_path, family, changes)

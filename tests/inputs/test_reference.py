@@ -23,7 +23,7 @@ def recipe_of(teacher: Path, *settings: str) -> Recipe:
     return load_recipe(ROOT / "recipes/demo-cpu.yaml", [kl, "train.router_replay=rollout", *settings])
 
 
-def test_a_teacher_without_experts_may_teach_a_policy_that_replays_them(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_teacher_without_experts_may_teach_a_policy_that_replays_them(tiny_checkpoint: Callable[..., Path]) -> None:
     check_reference(read_config(tiny_checkpoint(POLICY)), recipe_of(tiny_checkpoint(TEACHER)))
 
 
@@ -34,7 +34,7 @@ def test_a_teacher_without_experts_may_teach_a_policy_that_replays_them(tiny_che
         ({"max_position_embeddings": 8}, [], "reads at most 8 tokens, fewer than rollout.max_model_len="),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_setting(
+def test_reference_that_does_not_fit_is_refused_with_the_setting(
     changed: dict[str, int], settings: list[str], said: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     source = tiny_checkpoint(TEACHER)
@@ -45,7 +45,7 @@ def test_what_does_not_fit_is_refused_with_the_setting(
     assert said in str(error.value)
 
 
-def test_another_vocabulary_is_refused_with_both_sizes(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_reference_with_another_vocabulary_is_refused_with_both_sizes(tiny_checkpoint: Callable[..., Path]) -> None:
     policy = read_config(tiny_checkpoint(POLICY)) | {"vocab_size": 1000}
     with pytest.raises(RecipeError, match=r"has a vocabulary of 330 tokens, the policy 1000"):
         check_reference(policy, recipe_of(tiny_checkpoint(TEACHER)))

@@ -41,7 +41,7 @@ MODELS = {"data": [{"id": "teacher"}]}
 @pytest.mark.parametrize(
     "layout", [["train.tp=2", "train.pp=1"], ["train.tp=1", "train.pp=2", "train.dp=2"], ["train.tp=1", "train.cp=2"]]
 )
-def test_a_served_teacher_is_the_teacher_in_megatron(tmp_path: Path, demo: Path, layout: list[str]) -> None:
+def test_served_teacher_is_the_teacher_in_megatron(tmp_path: Path, demo: Path, layout: list[str]) -> None:
     demo_folder(tmp_path, demo)
     policy = make_checkpoint(tmp_path / "policy", "qwen2", seed=3, vocab_size=402)  # the demo's vocabulary
     for path in (demo / "base").glob("*token*"):
@@ -123,7 +123,9 @@ def test_log_probabilities_are_those_of_the_asked_sequences(
         ("/v1/completions", (200, {"choices": [{"index": 0, "logprobs": None}]}), "not of OpenAI's completions API"),
     ],
 )
-def test_what_a_server_answers_wrongly_is_named(answers: dict[str, Any], path: str, answer: Any, said: str) -> None:
+def test_check_server_names_what_is_answered_wrongly(
+    answers: dict[str, Any], path: str, answer: Any, said: str
+) -> None:
     answers["/v1/models"] = 200, MODELS
     answers["/v1/completions"] = 200, {"choices": [choice(0, None, -1.0)]}
     check_server(answers["url"], "algorithm.kl.endpoint", 600)
@@ -133,12 +135,12 @@ def test_what_a_server_answers_wrongly_is_named(answers: dict[str, Any], path: s
     assert str(raised.value).startswith(f"algorithm.kl.endpoint {answers['url']}")
 
 
-def test_a_server_that_is_not_there_is_named(answers: dict[str, Any]) -> None:
+def test_server_that_is_not_there_is_named(answers: dict[str, Any]) -> None:
     with pytest.raises(EndpointError, match=r"does not answer /models: .*refused"):
         check_server("http://127.0.0.1:9/v1", "algorithm.kl.endpoint", 600)
 
 
-def test_a_server_that_takes_too_long_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_that_takes_too_long_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(completions, "SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and says nothing
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"

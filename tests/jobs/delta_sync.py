@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from broken_sync import generate
+from faulty_transport import Fault, FlippedBit, Killed, use_faulty_transports
 from hybrid3d import distributed
 from hybrid3d.config import Algorithm, Data, Machine, Model, Optimizer, Recipe, Rollout, Run, Sync, Train
 from hybrid3d.families import family_of
@@ -147,11 +148,11 @@ def prove_faults(case: Case, out: str) -> None:
     case.finish("loaded")
     case.finish("nothing", compares=False)
     case.update()
-    case.sync._delta._executor._transport = Flipping(case.sync.transport, case.rank == 0)
-    case.finish("a flipped bit")
+    with case.sync.transport.failing(FlippedBit(case.rank == 0, after=2), case.sync.plan):  # two exchange counts
+        case.finish("a flipped bit")
     case.finish("nothing", compares=False)
     case.update()
-    case.sync._delta._executor._transport = Dying(case.sync.transport, case.rank == 3)
+    case.sync.transport.fault = Killed(at=4) if case.rank == 3 else Fault()  # the first two exchange counts
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, when it sees that a rank is gone: it must wait
     Path(f"{out}.{case.rank}").write_text(json.dumps([*case.results, {"killed": killed(case)}]))
     os._exit(0)  # nothing can be closed any more: a peer is gone
@@ -165,53 +166,11 @@ def killed(case: Case) -> list[str]:
     return []
 
 
-class Flipping:
-    """A transport that flips a bit of the first data that arrives; the counts of changed elements arrive intact."""
-
-    def __init__(self, transport, flips: bool):
-        self._transport, self._flips, self._runs, self._first = transport, flips, 0, None
-
-    def __getattr__(self, name):
-        return getattr(self._transport, name)
-
-    def submit_recv(self, tensor, src, tag):
-        self._first = tensor if self._first is None and self._runs > 1 else self._first
-        self._transport.submit_recv(tensor, src, tag)
-
-    def run(self):
-        pending, first = self._transport.run(), self._first
-        flips, self._runs = self._flips and first is not None, self._runs + 1
-        self._flips = self._flips and not flips
-
-        class Flipped:
-            def wait(_):
-                pending.wait()
-                if flips:
-                    first[0] ^= 1
-
-        return Flipped()
-
-
-class Dying:
-    """A transport that ends its process instead of starting the second bucket of changed elements."""
-
-    def __init__(self, transport, dies: bool):
-        self._transport, self._dies, self._runs = transport, dies, 0
-
-    def __getattr__(self, name):
-        return getattr(self._transport, name)
-
-    def run(self):
-        self._runs += 1
-        if self._dies and self._runs == 4:  # the first two exchange counts
-            os.kill(os.getpid(), signal.SIGKILL)
-        return self._transport.run()
-
-
 def prove(rank: int, rollout_tp: int, syncs: int, mode: str, folder: str, kept: list, out: str) -> list[dict]:
     config = json.loads((Path(folder) / "config.json").read_text())
     layouts = SPARSE_LAYOUTS if family_of(config).experts(config) else DENSE_LAYOUTS
     first = recipe_for(folder, layouts[0], rollout_tp, mode)
+    use_faulty_transports()
     engine, landed, results = Engine(first, rank, f"{distributed.run_id()}-{Path(folder).name}", range(4)), Landed(), []
     kept.append(engine)  # an engine that is dropped takes the default process group with it
     for layout in layouts:

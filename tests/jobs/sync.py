@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from faulty_transport import FlippedBits, use_faulty_transports
 from hybrid3d import distributed
 from hybrid3d.config import (
     Algorithm,
@@ -38,7 +39,6 @@ from hybrid3d.config import (
 from hybrid3d.config.interval import is_due
 from hybrid3d.families import family_of
 from hybrid3d.reshard.files import load_files
-from hybrid3d.reshard.move.lent_memory import place_messages
 from hybrid3d.reshard.plan.planner import Transfer
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rollout import engine as rollout_engine
@@ -209,65 +209,13 @@ class CountCollectives(TorchDispatchMode):
             tensors = [t for a in args for t in (a if isinstance(a, list) else [a]) if isinstance(t, torch.Tensor)]
             self.bytes[name] = self.bytes.get(name, 0) + sum(t.nbytes for t in tensors)
         if name in ("aten::_foreach_copy_", "aten::copy_"):
-            lenders = self._lenders()
+            shared = self._sync.transport.shared_memory
+            lenders = {} if shared is None else shared.borrowed  # whose memory is mapped where
             for source in args[1] if isinstance(args[1], list) else [args[1]]:
                 lender = lenders.get(source.untyped_storage().data_ptr())
                 if lender is not None:
                     self.borrowed[lender] = self.borrowed.get(lender, 0) + source.nbytes
         return func(*args, **(kwargs or {}))
-
-    def _lenders(self) -> dict[int, int]:
-        """Whose memory is mapped where."""
-        executors = [one for one in (self._sync._executor, self._sync._delta._executor) if one is not None]
-        return {
-            memory.untyped_storage().data_ptr(): lender
-            for executor in executors
-            for (lender, _), memory in executor._borrowed.items()
-        }
-
-
-class CorruptTransport:
-    """Flips the lowest bit of one byte of every message that arrives."""
-
-    def __init__(self, transport):
-        self._transport, self._arriving = transport, []
-
-    def __getattr__(self, name):
-        return getattr(self._transport, name)
-
-    def submit_recv(self, tensor, src, tag):
-        self._arriving.append(tensor)
-        self._transport.submit_recv(tensor, src, tag)
-
-    def run(self):
-        pending, arriving = self._transport.run(), self._arriving
-        self._arriving = []
-
-        class Corrupted:
-            def wait(self):
-                pending.wait()
-                for tensor in arriving:
-                    tensor[0] ^= 1
-
-        return Corrupted()
-
-
-class CorruptLender:
-    """Flips the lowest bit of one byte of every message that is lent."""
-
-    def __init__(self, executor):
-        self._shared, self._executor = executor._shared, executor
-        self._places = place_messages(executor._plan, executor._can_share)
-
-    def __getattr__(self, name):
-        return getattr(self._shared, name)
-
-    def lend(self, receiver, bucket):
-        (step,) = (step for step in self._executor._steps if step.number == bucket)
-        for message, place in self._places[step.index]:
-            if place is not None and place.lent and message.dst == receiver:
-                self._executor._lent[place.buffer].flat_view(place.offset, 1, torch.uint8)[0] ^= 1
-        self._shared.lend(receiver, bucket)
 
 
 def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> dict:
@@ -382,13 +330,9 @@ def prove(
         result["mismatch"] = mismatch(policy, recipe, engine)
         after = engine.addresses()
         result["moved"] = sorted(name for name in before if after.get(name) != before[name])
-        transport, shared = sync._executor._transport, sync._executor._shared
-        sync._executor._transport = CorruptTransport(transport)
-        if shared is not None:
-            sync._executor._shared = CorruptLender(sync._executor)
-        sync.run(12, is_due(recipe.sync.verify, 12))
+        with sync.transport.failing(FlippedBits(), sync.plan):
+            sync.run(12, is_due(recipe.sync.verify, 12))
         result["corrupted"] = compare(engine, landed, truths[-1])
-        sync._executor._transport, sync._executor._shared = transport, shared
         results.append(result)
         runtime.shutdown()
     return results
@@ -398,6 +342,7 @@ def main() -> None:
     out, rollout_tp, dtype, placed, *cases = sys.argv[1:]
     slots = json.loads(placed)
     distributed.start()
+    use_faulty_transports()
     results, kept = [], []
     for case in cases:
         family, _, folders = case.partition("=")

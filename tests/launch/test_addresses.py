@@ -95,7 +95,7 @@ def nodes() -> Iterator[Nodes]:
 
 
 @pytest.mark.engines
-def test_a_host_whose_name_leads_to_its_loopback_joins(nodes: Nodes) -> None:
+def test_host_whose_name_leads_to_its_loopback_joins(nodes: Nodes) -> None:
     """As on Debian: rank 0's host calls itself 127.0.1.1, where nobody else reaches it."""
     found = nodes.run(ranks_per_node=2)
     assert [rank["total"] for rank in found] == [10] * 4
@@ -106,7 +106,7 @@ def test_a_host_whose_name_leads_to_its_loopback_joins(nodes: Nodes) -> None:
 
 @pytest.mark.slow
 @pytest.mark.engines
-def test_a_host_that_is_named_by_its_address_joins(nodes: Nodes) -> None:
+def test_host_that_is_named_by_its_address_joins(nodes: Nodes) -> None:
     found = nodes.run(MASTER_ADDR=nodes.addresses[0])
     assert [(one["total"], one["listens"]) for one in found] == [(3, [address]) for address in nodes.addresses]
 
@@ -124,7 +124,7 @@ def test_ranks_of_one_machine_meet_on_loopback(monkeypatch: pytest.MonkeyPatch) 
     assert launch_environment.own_address() == "127.0.0.1"
 
 
-def test_the_user_s_interface_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_s_interface_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
     distributed.listen_at("127.0.0.1")
@@ -132,11 +132,11 @@ def test_the_user_s_interface_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("address", "name"), [("127.0.0.1", "lo"), ("::1", "lo"), ("203.0.113.9", None)])
-def test_the_interface_of_an_address(address: str, name: str | None) -> None:
+def test_interface_of_an_address(address: str, name: str | None) -> None:
     assert distributed.interface_of(address) == name
 
 
-def test_a_name_of_which_only_loopback_is_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_name_of_which_only_loopback_is_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"MASTER_ADDR": "node-a", "MASTER_PORT": "29500", "RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")

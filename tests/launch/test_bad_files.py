@@ -306,7 +306,7 @@ def harness(
 
 
 @pytest.mark.parametrize("case", FAST, ids=lambda case: case.label)
-def test_a_sample_of_bad_files_is_refused(harness: Harness, case: Bad) -> None:
+def test_sample_of_bad_files_is_refused(harness: Harness, case: Bad) -> None:
     harness.refuse(case)
 
 
@@ -316,13 +316,13 @@ def test_bad_files_are_refused(harness: Harness, case: Bad) -> None:
     harness.refuse(case)
 
 
-def test_there_are_some_hundreds() -> None:
+def test_bad_file_cases_are_some_hundreds() -> None:
     assert len(CASES) > 400
 
 
 @pytest.mark.parametrize("source", ["while True: pass", "import time; time.sleep(999)"])
 @pytest.mark.processes
-def test_a_module_that_never_loads_is_ended(harness: Harness, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+def test_module_that_never_loads_is_ended(harness: Harness, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     """With what it has started, which would hold its pipes."""
     monkeypatch.setattr(pool_client, "START_SECONDS", 3)
     source = f"import subprocess; subprocess.Popen(['sleep', '999'])\n{source}"
@@ -331,7 +331,7 @@ def test_a_module_that_never_loads_is_ended(harness: Harness, monkeypatch: pytes
     harness.refuse(Bad("never", ("train", "recipe.yaml", "reward.name=users:f"), said, prepare))
 
 
-def test_what_a_module_prints_is_not_its_answer(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_module_output_is_not_taken_for_its_answer(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     from hybrid3d.scoring.pool_client import load_in_subprocess
 
     work = Path(harness._work)
@@ -340,7 +340,7 @@ def test_what_a_module_prints_is_not_its_answer(harness: Harness, monkeypatch: p
     assert load_in_subprocess("chatty:f", "chatty:f", "reward", "reward") == ()
 
 
-def test_a_token_that_the_model_lacks_is_named_with_its_text_and_row(harness: Harness) -> None:
+def test_token_the_model_lacks_is_named_with_text_and_row(harness: Harness) -> None:
     def add(work: Path) -> None:
         def change(tokenizer: dict[str, Any]) -> None:
             token = {"id": 402, "content": "plus", "single_word": False, "lstrip": False, "rstrip": False}
@@ -356,14 +356,14 @@ def test_a_token_that_the_model_lacks_is_named_with_its_text_and_row(harness: Ha
     assert "the tokenizer makes token" in message
 
 
-def test_a_wrong_value_of_the_config_is_not_said_to_be_the_tokenizer_s_fault(harness: Harness) -> None:
+def test_wrong_config_value_is_not_blamed_on_the_tokenizer(harness: Harness) -> None:
     case = Bad(
         "eps", ("train", "recipe.yaml"), ("rms_norm_eps=0", "such as 1e-06"), set_in("config.json", "rms_norm_eps", 0)
     )
     assert "tokenizer" not in harness.refuse(case)
 
 
-def test_nothing_is_wrong_with_the_files_that_cases_start_from(
+def test_unbroken_files_of_the_cases_are_not_refused(
     harness: Harness,
     started: list[list[str]],
     monkeypatch: pytest.MonkeyPatch,

@@ -346,18 +346,18 @@ def harness(work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     return Harness(work, started, capsys, monkeypatch)
 
 
-def test_there_are_a_thousand_and_each_has_a_name() -> None:
+def test_bad_input_cases_are_a_thousand_with_a_name_each() -> None:
     assert len(CASES) >= 1_000
     check_labels(CASES)
 
 
 @pytest.mark.parametrize("case", FAST, ids=lambda case: ascii(case.label))
-def test_a_sample_is_refused(harness: Harness, case: Bad) -> None:
+def test_sample_is_refused(harness: Harness, case: Bad) -> None:
     harness.refuse(case)
 
 
 @pytest.mark.slow
-def test_all_are_refused(harness: Harness) -> None:
+def test_bad_inputs_are_all_refused(harness: Harness) -> None:
     failed = []
     for case in CASES:
         try:
@@ -368,17 +368,17 @@ def test_all_are_refused(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize("case", PROCESSES[::4], ids=lambda case: ascii(case.label))
-def test_some_are_refused_as_processes(harness: Harness, case: Bad) -> None:
+def test_sampled_bad_inputs_are_refused_as_processes(harness: Harness, case: Bad) -> None:
     harness.refuse_as_process(case)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", PROCESSES, ids=lambda case: ascii(case.label))
-def test_more_are_refused_as_processes(harness: Harness, case: Bad) -> None:
+def test_further_bad_inputs_are_refused_as_processes(harness: Harness, case: Bad) -> None:
     harness.refuse_as_process(case)
 
 
-def test_what_is_quoted_stands_as_it_was_written(harness: Harness) -> None:
+def test_quoted_input_stands_as_it_was_written(harness: Harness) -> None:
     """Emoji codes and markup are printed literally, and control characters are escaped."""
     for value, said in {
         "':smile:'": "':smile:'",

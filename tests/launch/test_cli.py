@@ -104,7 +104,7 @@ def edit_config(work: Path, **changes: Any) -> None:
         (["train.tp=3", "train.pp=3"], ["train.tp=3", "train.pp=3"]),
     ],
 )
-def test_a_recipe_that_does_not_fit(refused: Refused, command: str, overrides: list[str], said: list[str]) -> None:
+def test_recipe_that_does_not_fit(refused: Refused, command: str, overrides: list[str], said: list[str]) -> None:
     message = refused(command, "recipe.yaml", *overrides)
     assert all(words in message for words in said), message
 
@@ -135,7 +135,7 @@ def test_recipe_files(work: Path, refused: Refused) -> None:
     assert "broken.yaml" in refused("train", "broken.yaml")
 
 
-def test_a_truncated_data_file(work: Path, refused: Refused) -> None:
+def test_truncated_data_file(work: Path, refused: Refused) -> None:
     data = (work / "eval.parquet").read_bytes()
     (work / "eval.parquet").write_bytes(data[: len(data) // 2])
     assert "eval.parquet" in refused("train", "recipe.yaml")
@@ -153,7 +153,7 @@ def test_models_that_are_not_known(work: Path, refused: Refused) -> None:
     ("text", "said"),
     [("{", "not JSON"), ("[]", "no JSON object"), ('{"architectures": ["Qwen2ForCausalLM"]}', "config.json")],
 )
-def test_a_config_that_is_none(work: Path, refused: Refused, text: str, said: str) -> None:
+def test_config_that_is_none(work: Path, refused: Refused, text: str, said: str) -> None:
     (work / "model" / "config.json").write_text(text)
     assert said in refused("train", "recipe.yaml")
 
@@ -167,12 +167,12 @@ def test_a_config_that_is_none(work: Path, refused: Refused, text: str, said: st
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ],
 )
-def test_a_config_that_cannot_be_computed(work: Path, refused: Refused, changes: dict[str, Any], said: str) -> None:
+def test_config_that_cannot_be_computed(work: Path, refused: Refused, changes: dict[str, Any], said: str) -> None:
     edit_config(work, **changes)
     assert said in refused("train", "recipe.yaml")
 
 
-def test_no_tokenizer(work: Path, refused: Refused) -> None:
+def test_model_without_tokenizer_is_refused(work: Path, refused: Refused) -> None:
     for path in (work / "model").glob("tokenizer*"):
         path.unlink()
     assert "tokenizer" in refused("train", "recipe.yaml")
@@ -229,7 +229,7 @@ def test_runs_without_rollout(work: Path, refused: Refused) -> None:
 
 
 @pytest.mark.parametrize("fraction", ["0", "-0.1", "1.5", "nan"])
-def test_a_fraction_of_changed_elements(refused: Callable[..., str], fraction: str) -> None:
+def test_fraction_of_changed_elements(refused: Callable[..., str], fraction: str) -> None:
     message = refused("plan", "recipe.yaml", f"--changed={fraction}")
     assert "expected a fraction above 0 and up to 1" in message
 
@@ -239,7 +239,7 @@ def test_adapters_have_no_changed_elements(refused: Callable[..., str]) -> None:
     assert "--changed 0.1: with adapters (lora) no sync sends changed elements: leave one out" in message
 
 
-def test_a_run_whose_model_is_gone(work: Path, refused: Refused) -> None:
+def test_run_whose_model_is_gone(work: Path, refused: Refused) -> None:
     run = finished_run(work)
     (work / "model").rename(work / "moved")
     assert "model/config.json" in refused("eval", str(run))
@@ -257,13 +257,13 @@ def rewrite(work: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 @pytest.mark.engines
-def test_nothing_is_wrong_with_what_the_others_break(work: Path, started: list[list[str]]) -> None:
+def test_unbroken_inputs_start_a_run(work: Path, started: list[list[str]]) -> None:
     assert cli.main(["train", "recipe.yaml", "run.seed=2"]) == cli.FAILED
     assert started == [["train", "recipe.yaml", "run.seed=2"]]
 
 
 @pytest.mark.engines
-def test_a_checkpoint_that_does_not_fit_its_config(work: Path, refused: Refused) -> None:
+def test_checkpoint_that_does_not_fit_its_config(work: Path, refused: Refused) -> None:
     name = "model.layers.2.mlp.down_proj.weight"
     rewrite(work, lambda tensors: tensors.update({name: tensors[name][:, :-1].contiguous()}))
     message = refused("train", "recipe.yaml")
@@ -277,7 +277,7 @@ def test_a_checkpoint_that_does_not_fit_its_config(work: Path, refused: Refused)
 
 
 @pytest.mark.engines
-def test_every_side_of_a_checkpoint_that_does_not_fit_is_shown(work: Path, refused: Refused) -> None:
+def test_misfit_checkpoint_shows_missing_and_unknown_tensors(work: Path, refused: Refused) -> None:
     def rename(tensors: dict[str, Any]) -> None:
         for name in [name for name in tensors if ".layers." in name]:
             tensors[name.replace("layers", "blocks")] = tensors.pop(name)
@@ -292,7 +292,7 @@ def test_every_side_of_a_checkpoint_that_does_not_fit_is_shown(work: Path, refus
 
 
 @pytest.mark.engines
-def test_a_tied_head_that_is_another_than_the_embedding(work: Path, refused: Refused) -> None:
+def test_tied_head_that_is_another_than_the_embedding(work: Path, refused: Refused) -> None:
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     rewrite(work, lambda tensors: tensors.update({head: tensors[embedding].clone()}))
     assert cli.main(["train", "recipe.yaml"]) == cli.FAILED  # started: launches only look as if they had happened
@@ -317,7 +317,7 @@ class Padding:
 
 
 @pytest.mark.engines
-def test_what_only_one_engine_knows_is_named(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_that_one_engine_alone_knows_are_named(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     with_table(monkeypatch, None)
     message = refused("plan", "recipe.yaml")
     assert "1 tensors of Megatron are not in the table of Qwen2ForCausalLM: decoder.final_layernorm.weight" in message
@@ -330,7 +330,7 @@ def test_what_only_one_engine_knows_is_named(refused: Refused, monkeypatch: pyte
 
 
 @pytest.mark.engines
-def test_an_index_that_names_what_is_not_there(work: Path, refused: Refused) -> None:
+def test_index_that_names_what_is_not_there(work: Path, refused: Refused) -> None:
     index = work / "model" / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}))
     assert "model-00001-of-00002.safetensors" in refused("train", "recipe.yaml")
@@ -341,7 +341,7 @@ def test_an_index_that_names_what_is_not_there(work: Path, refused: Refused) -> 
 
 
 @pytest.mark.engines
-def test_a_truncated_checkpoint_as_a_user_sees_it(work: Path) -> None:
+def test_truncated_checkpoint_as_a_user_sees_it(work: Path) -> None:
     path = work / "model" / "model.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2])
@@ -350,7 +350,7 @@ def test_a_truncated_checkpoint_as_a_user_sees_it(work: Path) -> None:
     assert str(len(data) // 2) in message
 
 
-def test_a_typo_as_a_user_sees_it(work: Path) -> None:
+def test_typo_as_a_user_sees_it(work: Path) -> None:
     message = refused_process(work, "plan", "recipe.yaml", "rollout.temprature=0.5")
     assert "rollout.temprature" in message
     assert "did you mean temperature?" in message
@@ -367,7 +367,7 @@ def test_settings_may_stand_behind_options() -> None:
 @pytest.mark.parametrize(
     "arguments", [["plan", "a.yaml", "--jsn"], ["export", "run", "out", "name=a"], ["plan", "a.yaml", "--b=c"]]
 )
-def test_what_is_no_setting_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_that_are_no_settings_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli._parse(arguments)
     assert ended.value.code == 2

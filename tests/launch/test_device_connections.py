@@ -39,7 +39,7 @@ sys.exit(cli.main(["train", *sys.argv[1:]]))
         (["train.tp=1", "sync.overlap=false"], None),
     ],
 )
-def test_it_follows_from_what_is_overlapped(settings: list[str], connections: int | None) -> None:
+def test_device_connections_follow_from_what_is_overlapped(settings: list[str], connections: int | None) -> None:
     assert device_connections(load_recipe(DEMO, settings)) == connections
 
 
@@ -47,7 +47,7 @@ def test_it_follows_from_what_is_overlapped(settings: list[str], connections: in
     ("settings", "given", "expected"),
     [(["train.tp=2"], None, "1"), (["train.tp=2"], "32", "32"), (["train.tp=1"], None, "None")],
 )
-def test_it_is_set_first_and_the_users_value_is_kept(
+def test_device_connections_are_set_first_and_users_value_kept(
     settings: list[str], given: str | None, expected: str, tmp_path: Path
 ) -> None:
     variables = {key: value for key, value in environment("-").items() if key != VARIABLE}
@@ -57,6 +57,6 @@ def test_it_is_set_first_and_the_users_value_is_kept(
     assert (done.returncode, done.stderr.strip()) == (2, expected), done.stdout
 
 
-def test_no_script_sets_it() -> None:
+def test_launch_scripts_do_not_set_device_connections() -> None:
     scripts = [path for path in (ROOT / "launch").rglob("*.sh") if f"export {VARIABLE}" in path.read_text()]
     assert scripts == []

@@ -49,14 +49,14 @@ def recipe_of(script: Path) -> Recipe:
     return load_recipe(ROOT / found[0])
 
 
-def test_each_recipe_has_both_scripts() -> None:
+def test_recipes_each_have_both_scripts() -> None:
     recipes = {path.stem for path in (ROOT / "recipes").glob("*.yaml")} - NOT_STARTED
     for kind in ("slurm", "torchrun"):
         assert {path.stem for path in (LAUNCH / kind).glob("*.sh")} == recipes
 
 
 @pytest.mark.parametrize("script", [s for s in SCRIPTS if s.parent.name == "slurm"], ids=named)
-def test_a_slurm_script_asks_for_its_recipe_s_gpus(script: Path) -> None:
+def test_slurm_script_asks_for_its_recipe_s_gpus(script: Path) -> None:
     recipe = recipe_of(script)
     asked = dict(re.findall(r"^#SBATCH --([\w-]+)=?(\S*)$", script.read_text(), re.MULTILINE))
     here = int(asked["ntasks-per-node"])
@@ -73,7 +73,7 @@ def test_a_slurm_script_asks_for_its_recipe_s_gpus(script: Path) -> None:
 
 
 @pytest.mark.parametrize("script", [s for s in SCRIPTS if s.parent.name == "torchrun"], ids=named)
-def test_a_torchrun_script_asks_for_its_recipe_s_gpus(script: Path) -> None:
+def test_torchrun_script_asks_for_its_recipe_s_gpus(script: Path) -> None:
     recipe = recipe_of(script)
     [(nodes, here)] = re.findall(r"^NODES=(\d+) GPUS_PER_NODE=(\d+) exec", script.read_text(), re.MULTILINE)
     assert int(nodes) * int(here) == recipe.world_size
@@ -175,7 +175,7 @@ def test_ranks_that_differ(start: Start, tmp_path: Path) -> None:
 
 
 @pytest.mark.engines
-def test_a_rank_that_knows_of_a_mistake_alone(start: Start) -> None:
+def test_rank_that_knows_of_a_mistake_alone(start: Start) -> None:
     """Rank 1's layout does not fit the number of ranks, which rank 0 cannot know by itself."""
     [port] = free_ports(1)
     processes = [rank(start, 0, 2, port), rank(start, 1, 2, port, "train.dp=2")]
@@ -187,7 +187,7 @@ def test_a_rank_that_knows_of_a_mistake_alone(start: Start) -> None:
 
 
 @pytest.mark.engines
-def test_a_rank_that_does_not_come(start: Start) -> None:
+def test_rank_that_does_not_come(start: Start) -> None:
     [port] = free_ports(1)
     code, message = end(rank(start, 0, 2, port, HYBRID3D_RENDEZVOUS_SECONDS="2"))
     assert code == 1
@@ -222,7 +222,7 @@ def test_nobody_answers(start: Start) -> None:
         ({"MASTER_PORT": "29500x"}, "MASTER_PORT=29500x is not a port"),
     ],
 )
-def test_an_address_that_is_none(more: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_address_that_is_none(more: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", **more}
     for name, value in given.items():
         monkeypatch.setenv(name, value)
@@ -238,7 +238,7 @@ def node(start: Start, number: int, port: int, *settings: str, **more: str) -> s
 
 
 @pytest.mark.engines
-def test_a_restart_finds_nothing_of_what_was_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restart_finds_nothing_of_what_was_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun keeps its store across a restart: ranks of the second start must not find keys of the first."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ours = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "RANK": "0", "WORLD_SIZE": "1"}
@@ -255,7 +255,7 @@ def test_a_restart_finds_nothing_of_what_was_before(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.engines
-def test_a_node_that_does_not_come(start: Start) -> None:
+def test_node_that_does_not_come(start: Start) -> None:
     """Reported before torchrun starts, which would fail without a clear message."""
     [port] = free_ports(1)
     code, message = end(node(start, 0, port, HYBRID3D_RENDEZVOUS_SECONDS="2"))
@@ -274,7 +274,7 @@ def test_nodes_that_differ(start: Start) -> None:
     assert end(processes[1]) == (2, "")
 
 
-def test_a_node_that_is_not_told_who_it_is(start: Start) -> None:
+def test_node_that_is_not_told_who_it_is(start: Start) -> None:
     code, message = end(start(["bash", "launch/torchrun/demo-cpu.sh"], NNODES="3"))
     assert (code, len(message.splitlines())) == (2, 1)
     assert "runs on 3 nodes: set NODE_RANK (0 to 2) and MASTER_ADDR" in message

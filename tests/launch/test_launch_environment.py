@@ -20,14 +20,14 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def test_without_a_launcher() -> None:
+def test_environment_without_launcher_has_defaults() -> None:
     launch_environment.validate()
     assert not launch_environment.under_launcher()
     assert launch_environment.rendezvous_seconds() == 300
     assert launch_environment.local_rank() == 0
 
 
-def test_as_torchrun_sets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_are_read_as_torchrun_sets_them(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
     given |= {"MASTER_ADDR": "node-0.cluster", "MASTER_PORT": "29500", "HYBRID3D_RENDEZVOUS_SECONDS": "2.5"}
     for name, value in given.items():
@@ -53,7 +53,7 @@ def test_as_torchrun_sets_them(monkeypatch: pytest.MonkeyPatch) -> None:
         assert launch_environment.master_address()[0] == address
 
 
-def test_a_shell_on_a_node_of_slurm_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shell_on_a_node_of_slurm_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"JOB_ID": "7", "NTASKS": "5", "STEP_ID": "0", "STEP_NUM_TASKS": "1"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     launch_environment.validate()
@@ -83,7 +83,9 @@ def test_a_shell_on_a_node_of_slurm_is_no_rank(monkeypatch: pytest.MonkeyPatch) 
         ),
     ],
 )
-def test_what_is_refused(given: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validate_refuses_invalid_variables(
+    given: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserMistake) as caught:
@@ -98,7 +100,7 @@ def test_groups_of_vllm_that_ignore_the_placement_are_refused(value: str, monkey
         launch_environment.check_vllm_variables()
 
 
-def test_the_first_model_runner_of_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_s_first_model_runner_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     with pytest.raises(UserMistake, match=r"^VLLM_USE_V2_MODEL_RUNNER=0: .*: unset it$"):
         launch_environment.check_vllm_variables()
@@ -111,7 +113,7 @@ def test_values_of_vllm_variables_that_change_nothing(monkeypatch: pytest.Monkey
     launch_environment.check_vllm_variables()
 
 
-def test_what_a_terminal_would_act_upon_is_made_visible() -> None:
+def test_escape_control_characters_shows_what_a_terminal_would_act_upon() -> None:
     assert escape_control_characters("a\tb\nc 日本 🚀 é") == "a\tb\nc 日本 🚀 é"
     assert (
         escape_control_characters("\x1b[31m\x07\x00\x9b\ud800\u202e\u200b\u2028\r")

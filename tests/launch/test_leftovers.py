@@ -119,7 +119,7 @@ def left(mark: str, within: float, most: Callable[[dict[int, dict[str, str]]], b
 
 
 @pytest.mark.parametrize("ending", ENDS)
-def test_nothing_of_a_reward_is_left(ending: str, mark: str) -> None:
+def test_reward_leaves_no_process(ending: str, mark: str) -> None:
     with FunctionScorer(f"leaving:{ending}", workers=4, timeout_seconds=3.0, default=0.0) as scorer:
         scores = score(scorer, [(kind, "", "") for kind in KINDS])
     reward, failure = ENDS[ending]
@@ -127,7 +127,7 @@ def test_nothing_of_a_reward_is_left(ending: str, mark: str) -> None:
     assert left(mark, 0.5)
 
 
-def test_what_a_reward_that_hangs_has_started_ends_with_its_worker(mark: str) -> None:
+def test_children_of_a_hanging_reward_end_with_its_worker(mark: str) -> None:
     """They must not survive until the end of the run, which may take days."""
     with FunctionScorer("leaving:hangs", workers=4, timeout_seconds=3.0, default=0.0) as scorer:
         score(scorer, [(kind, "", "") for kind in KINDS])
@@ -135,7 +135,7 @@ def test_what_a_reward_that_hangs_has_started_ends_with_its_worker(mark: str) ->
         assert marked(mark)  # the pool is there, for the next batch
 
 
-def test_nothing_of_an_environment_is_left(mark: str) -> None:
+def test_environment_leaves_no_process(mark: str) -> None:
     replier = EnvironmentRunner("leaving:replies", workers=4, timeout_seconds=3.0)
     replies = replier.reply([((kind,), "", "") for kind in KINDS])
     replier.close()
@@ -143,7 +143,7 @@ def test_nothing_of_an_environment_is_left(mark: str) -> None:
     assert left(mark, 0.5)
 
 
-def test_nothing_is_left_of_a_trainer_that_is_killed(mark: str) -> None:
+def test_killed_trainer_leaves_no_process(mark: str) -> None:
     items = [(kind, "", "") for kind in KINDS]
     script = (
         "from hybrid3d.scoring.function_scorer import FunctionScorer\n"
@@ -166,7 +166,7 @@ def test_half_of_a_surrogate_pair_ends_its_conversation_only(mark: str) -> None:
     replier.close()
 
 
-def test_a_reply_is_a_plain_text(mark: str) -> None:
+def test_reply_is_a_plain_text(mark: str) -> None:
     """A reply of a user's class would import the user's module in the rank that unpickles it."""
     replier = EnvironmentRunner("leaving:of_a_class", workers=1, timeout_seconds=10.0)
     (reply,) = replier.reply([(("",), "", "")])
@@ -177,14 +177,14 @@ def test_a_reply_is_a_plain_text(mark: str) -> None:
 
 
 @pytest.mark.parametrize("then", ["", "raise ValueError('no')", "import os; os._exit(0)"])
-def test_nothing_is_left_of_a_module_that_is_tried(then: str, mark: str, tmp_path: Path) -> None:
+def test_tried_module_leaves_no_process(then: str, mark: str, tmp_path: Path) -> None:
     (tmp_path / "starting.py").write_text(f"import leaving\nleaving.child('daemon')\n{then}\ndef reward(a, r, p): pass")
     with nullcontext() if not then else pytest.raises(ValueError, match="does not load"):
         load_in_subprocess("starting:reward", "starting:reward", "reward", "reward.name")
     assert left(mark, 0.5)
 
 
-def test_what_a_pool_shares_bears_the_name_of_the_run(mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_memory_of_a_pool_bears_the_run_s_name(mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that it is removed with the run even if all processes that would remove it were killed."""
     run = f"run-{mark}"
     monkeypatch.setenv("HYBRID3D_RUN", run)
@@ -199,7 +199,9 @@ def test_what_a_pool_shares_bears_the_name_of_the_run(mark: str, monkeypatch: py
     assert not list(SHARED_MEMORY.glob(f"*{run}*"))
 
 
-def test_what_bears_another_name_or_cannot_be_removed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remove_shared_memory_keeps_other_names_and_undeletable_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(process, "SHARED_MEMORY", tmp_path)
     ours = ["psm_run-1_0f0f", "sem.mp-run-1-ab_d0123", "run-1-tp:0-[0-1]-cpushm_0", "run-1-world-[0-3]-cpushm_1"]
     ours += [name.replace("run-1", engine_name("run-1", 12, 3)) for name in ours]
@@ -212,7 +214,7 @@ def test_what_bears_another_name_or_cannot_be_removed_stays(tmp_path: Path, monk
     assert {path.name for path in tmp_path.iterdir()} == {*others, "psm_run-1_00"}
 
 
-def test_a_worker_waits_for_what_it_adopts(mark: str) -> None:
+def test_worker_waits_for_what_it_adopts(mark: str) -> None:
     """Otherwise every call would leave a zombie, until the process table is full."""
     with FunctionScorer("leaving:abandons", workers=1, timeout_seconds=20.0, default=0.0) as scorer:
         for _ in range(4):
@@ -221,7 +223,7 @@ def test_a_worker_waits_for_what_it_adopts(mark: str) -> None:
         assert sum(process.process_state(pid) == "Z" for pids in found for pid in pids) < 20
 
 
-def test_the_first_reason_counts(tmp_path: Path) -> None:
+def test_write_failure_keeps_the_first_reason(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.failure"
     assert failures.write_failure(path, {"reason": "first"}, exclusive=True)
     with pytest.raises(FileExistsError):

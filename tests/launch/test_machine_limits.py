@@ -22,7 +22,7 @@ def laptop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
 
 
-def test_as_many_as_fit() -> None:
+def test_check_devices_accepts_as_many_ranks_as_fit() -> None:
     launcher.check_devices(load_recipe(DEMO))
     launcher.check_devices(load_recipe(DEMO, ["train.dp=2"]))
 
@@ -52,6 +52,6 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         launcher.check_devices(load_recipe(DEMO, ["train.dp=4"]))
 
 
-def test_the_memory_of_this_machine() -> None:
+def test_memory_of_this_machine() -> None:
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     assert 0 < total_memory() <= int(lines["MemTotal"].split()[0]) * 1024

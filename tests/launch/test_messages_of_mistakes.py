@@ -49,7 +49,7 @@ def test_data_files_with_other_names(name: str, tmp_path: Path) -> None:
         assert advice in str(told.value)
 
 
-def test_a_folder_as_data(tmp_path: Path) -> None:
+def test_folder_as_data(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"cut short: .*; name one file in this folder: "):
         check_columns(tmp_path, ("question",))
     (tmp_path / "b.jsonl").write_text(LINES)
@@ -57,7 +57,7 @@ def test_a_folder_as_data(tmp_path: Path) -> None:
         check_columns(tmp_path, ("question",))
 
 
-def test_a_parquet_file_that_is_cut_short_is_told_nothing_else(tmp_path: Path) -> None:
+def test_parquet_file_that_is_cut_short_is_told_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1" + b"0" * 100)
     with pytest.raises(DataError, match="or one cut short") as told:
         check_columns(tmp_path / "a.parquet", ("question",))
@@ -68,7 +68,7 @@ METHODS = ["gptq", "awq", "bitsandbytes", "compressed-tensors", "mxfp4", "some-n
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_quantized_model_is_refused_by_the_name_of_its_method(method: str, tmp_path: Path) -> None:
+def test_quantized_model_is_refused_by_the_name_of_its_method(method: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": method}}))
     save_file({"a.qweight": torch.zeros(2, 2, dtype=torch.int32)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=rf"(?i)is quantized by {method}, says config.json: .*not quantized"):
@@ -76,14 +76,14 @@ def test_a_quantized_model_is_refused_by_the_name_of_its_method(method: str, tmp
 
 
 @pytest.mark.parametrize(("tensor", "method"), [("qweight", "GPTQ or AWQ"), ("weight_packed", "compressed-tensors")])
-def test_quantized_tensors_of_a_model_whose_config_does_not_say_so(tensor: str, method: str, tmp_path: Path) -> None:
+def test_quantized_tensors_unmentioned_in_config_are_refused(tensor: str, method: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     save_file({f"a.{tensor}": torch.zeros(2, 2, dtype=torch.int32)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=f"has dtype I32; .*it is quantized by {method}"):
         read_index(tmp_path)
 
 
-def test_a_rank_that_sigbus_killed_tells_of_shared_memory(tmp_path: Path) -> None:
+def test_rank_that_sigbus_killed_tells_of_shared_memory(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.logs.mkdir(parents=True)
     reason = find_root_cause(folder, {3: SimpleNamespace(exitcode=-signal.SIGBUS)})["reason"]
@@ -93,7 +93,7 @@ def test_a_rank_that_sigbus_killed_tells_of_shared_memory(tmp_path: Path) -> Non
     assert describe_signal(signal.SIGKILL) == "SIGKILL"
 
 
-def test_a_run_does_not_start_with_full_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_does_not_start_with_full_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = load_recipe(DEMO)
     usage = shutil.disk_usage
     full = SimpleNamespace(total=64 << 20, used=63 << 20, free=1 << 20)

@@ -14,7 +14,7 @@ from test_bad_inputs import work  # noqa: F401 (a fixture)
 
 
 @pytest.mark.engines
-def test_a_picture_that_fails_costs_no_report(
+def test_picture_that_fails_costs_no_report(
     work: Path,  # noqa: F811
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

@@ -29,7 +29,7 @@ def own_token(home: Path) -> Path:
     return path
 
 
-def test_a_cluster_of_this_machine_has_a_token_of_its_own_and_listens_on_loopback(
+def test_local_cluster_has_its_own_token_and_listens_on_loopback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/tmp")  # short, unlike that of a test
@@ -48,7 +48,7 @@ def test_a_cluster_of_this_machine_has_a_token_of_its_own_and_listens_on_loopbac
     assert not any(name in os.environ for name in VARIABLES)
 
 
-def test_a_short_path_of_the_run_s_own_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_path_of_the_run_s_own_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what an earlier start has left there is removed."""
     folder = Path("/tmp") / f"h3d-{os.getpid()}"
     (folder / "ray" / "left").mkdir(parents=True)
@@ -62,7 +62,7 @@ def test_a_short_path_of_the_run_s_own_is_used(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("where", ["home", "path", "variable", ""])
-def test_another_cluster_s_token_is_used_where_there_is_one(
+def test_token_of_another_cluster_is_used_where_there_is_one(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`ray start` turns tokens on there; Ray itself would not, and fail without a cause."""
@@ -85,7 +85,7 @@ def test_another_cluster_s_token_is_used_where_there_is_one(
         assert os.environ["RAY_AUTH_MODE"] == "disabled"
 
 
-def test_what_a_user_sets_for_libraries_reaches_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_variables_for_libraries_reach_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")
     from hybrid3d.launch.ray_cluster import user_variables
 

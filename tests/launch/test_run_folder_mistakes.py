@@ -62,7 +62,7 @@ def refused(started: list[list[str]], capfd: pytest.CaptureFixture[str]) -> Refu
     return run
 
 
-def test_nothing_is_wrong_with_what_the_others_break(run: Path, started: list[list[str]]) -> None:
+def test_unbroken_run_starts_eval_and_export(run: Path, started: list[list[str]]) -> None:
     assert cli.main(["eval", str(run)]) == cli.FAILED
     assert cli.main(["export", str(run), "out"]) == cli.FAILED
     assert started == [["eval", str(run)], ["export", str(run), "out"]]
@@ -71,7 +71,7 @@ def test_nothing_is_wrong_with_what_the_others_break(run: Path, started: list[li
 # ---- what eval and export need
 
 
-def test_a_checkpoint_that_is_not_whole(run: Path, refused: Refused) -> None:
+def test_checkpoint_that_is_not_whole(run: Path, refused: Refused) -> None:
     path = run / "checkpoints/step-000003/__0_0.distcp"
     path.write_bytes(b"writ")
     for command in (["eval", str(run)], ["export", str(run), "out"]):
@@ -86,7 +86,7 @@ def test_a_checkpoint_that_is_not_whole(run: Path, refused: Refused) -> None:
 
 
 @pytest.mark.parametrize("lost", ["eval.parquet", "train.parquet", "model/tokenizer.json", "model/model.safetensors"])
-def test_what_eval_lacks(run: Path, refused: Refused, lost: str) -> None:
+def test_eval_names_what_it_lacks(run: Path, refused: Refused, lost: str) -> None:
     Path(lost).unlink()
     assert (lost if lost.endswith(("parquet", "safetensors")) else "has no tokenizer") in refused("eval", str(run))
 
@@ -95,7 +95,7 @@ def change(run: Path, section: str, **settings: Any) -> None:
     (run / "recipe.yaml").write_text(yaml.safe_dump(RECIPE | {section: RECIPE.get(section, {}) | settings}))
 
 
-def test_a_reward_and_an_environment_that_are_gone(run: Path, refused: Refused) -> None:
+def test_reward_and_an_environment_that_are_gone(run: Path, refused: Refused) -> None:
     change(run, "reward", name="gone_module:score")
     assert "reward.name" in refused("eval", str(run))
     change(run, "rollout", environment="gone_module:Environment")
@@ -129,13 +129,13 @@ def test_places_that_are_taken(run: Path, refused: Refused, out: str) -> None:
     assert f"export to {out}:\n  it is not an empty folder" in refused("export", str(run), out)
 
 
-def test_a_place_where_a_file_system_is_mounted(run: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_place_where_a_file_system_is_mounted(run: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("out").mkdir()
     monkeypatch.setattr(export.os.path, "ismount", lambda path: True)
     assert "choose a folder in it, such as out/model" in refused("export", str(run), "out")
 
 
-def test_a_place_without_room(run: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_place_without_room(run: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export, "free_bytes", lambda path: 1000)
     told = refused("export", str(run), "out")
     size = Path("model/model.safetensors").stat().st_size
@@ -144,7 +144,7 @@ def test_a_place_without_room(run: Path, refused: Refused, monkeypatch: pytest.M
     assert "1000 are free there" in told
 
 
-def test_an_export_takes_its_room_before_anything_is_written(tmp_path: Path) -> None:
+def test_export_takes_its_room_before_anything_is_written(tmp_path: Path) -> None:
     """Its files are memory-mapped: a rank that runs out of disk space would be killed without a message."""
     create_files(tmp_path, {"a": TensorEntry("model.safetensors", (1 << 20,), "float32")})
     found = (tmp_path / "model.safetensors").stat()
@@ -153,7 +153,7 @@ def test_an_export_takes_its_room_before_anything_is_written(tmp_path: Path) -> 
         create_files(tmp_path / "large", {"a": TensorEntry("model.safetensors", (1 << 55,), "float32")})
 
 
-def test_an_export_removes_nothing_of_the_user(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_removes_nothing_of_the_user(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("X.partial").mkdir()
     Path("X.partial/mine").write_text("mine")
     made: list[Path] = []
@@ -178,7 +178,7 @@ def test_an_export_removes_nothing_of_the_user(run: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("name", ["logs", "checkpoints", "logs/eval"])
-def test_a_file_where_a_run_has_a_folder(run: Path, refused: Refused, name: str) -> None:
+def test_file_where_a_run_has_a_folder(run: Path, refused: Refused, name: str) -> None:
     if (run / name).is_dir():
         shutil.rmtree(run / name)
     (run / name).parent.mkdir(exist_ok=True)
@@ -192,7 +192,7 @@ def test_a_file_where_a_run_has_a_folder(run: Path, refused: Refused, name: str)
 
 
 @pytest.mark.parametrize("name", ["recipe.yaml", "metrics.jsonl", "samples.jsonl", "events.jsonl", ".lock"])
-def test_a_folder_where_a_run_has_a_file(run: Path, refused: Refused, name: str) -> None:
+def test_folder_where_a_run_has_a_file(run: Path, refused: Refused, name: str) -> None:
     (run / name).unlink(missing_ok=True)
     (run / name).mkdir()
     told = f"{run / name} is not a file, but a run needs a file of this name"
@@ -200,7 +200,7 @@ def test_a_folder_where_a_run_has_a_file(run: Path, refused: Refused, name: str)
     assert told in refused("train", "recipe.yaml")
 
 
-def test_a_file_where_the_run_should_be(run: Path, refused: Refused) -> None:
+def test_file_where_the_run_should_be(run: Path, refused: Refused) -> None:
     shutil.rmtree(run)
     run.write_text("mine")
     for command in (["eval", str(run)], ["export", str(run), "out"], ["train", "recipe.yaml"]):
@@ -208,7 +208,7 @@ def test_a_file_where_the_run_should_be(run: Path, refused: Refused) -> None:
 
 
 @pytest.mark.parametrize("content", [b"\xff", b"name: [", b"- 1", b"name: 1", b"[" * 10_000])
-def test_a_recipe_in_the_folder_that_cannot_be_read(run: Path, refused: Refused, content: bytes) -> None:
+def test_recipe_in_the_folder_that_cannot_be_read(run: Path, refused: Refused, content: bytes) -> None:
     (run / "recipe.yaml").write_bytes(content)
     for command in (["eval", str(run)], ["export", str(run), "out"], ["train", "recipe.yaml"]):
         assert f"{run}/recipe.yaml" in refused(*command)
@@ -225,7 +225,7 @@ def test_records_that_are_none(tmp_path: Path) -> None:
 # ---- resuming with another recipe
 
 
-def test_each_key_that_differs_is_told_with_both_values(run: Path, refused: Refused) -> None:
+def test_differing_keys_are_told_with_both_values(run: Path, refused: Refused) -> None:
     overrides = ["optimizer.lr=1", "run.seed=7", "algorithm.clip=0.3"]
     told = refused("train", "recipe.yaml", *overrides).splitlines()
     assert told[1] == f"  {run} holds a run of another recipe ({run}/recipe.yaml):"
@@ -241,14 +241,14 @@ def test_each_key_that_differs_is_told_with_both_values(run: Path, refused: Refu
     assert "control.yaml" not in refused("train", "recipe.yaml", "run.seed=7")  # it cannot help
 
 
-def test_a_section_that_is_gone(run: Path, refused: Refused) -> None:
+def test_section_that_is_gone(run: Path, refused: Refused) -> None:
     told = refused("train", "recipe.yaml", "rollout=null", "algorithm={name: sft, prompts_per_step: 4}")
     assert "algorithm.name is sft, the run started with grpo" in told
     assert "rollout is null, the run started with a section" in told
     assert "rollout.tp" not in told
 
 
-def test_many_keys(run: Path, refused: Refused) -> None:
+def test_long_list_of_differing_keys_is_cut_short(run: Path, refused: Refused) -> None:
     (run / "recipe.yaml").write_text(yaml.safe_dump(RECIPE | {"schedule": {1: {"optimizer.lr": 1.0}}}))
     assert "schedule.1.optimizer.lr is absent, the run started with 1.0" in refused("train", "recipe.yaml")
     schedule = {step: {"optimizer.lr": 1.0} for step in range(1, 31)}
@@ -258,7 +258,7 @@ def test_many_keys(run: Path, refused: Refused) -> None:
     assert len(told) == 24
 
 
-def test_a_recipe_of_an_older_version_has_the_defaults_of_what_it_lacks(run: Path, started: list[list[str]]) -> None:
+def test_older_recipe_has_the_defaults_of_what_it_lacks(run: Path, started: list[list[str]]) -> None:
     from hybrid3d.config import load_recipe
     from hybrid3d.launch.preflight import check_folder
 

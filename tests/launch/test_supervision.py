@@ -42,7 +42,7 @@ def catches(pid: int, number: int) -> bool:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize("delay", [0.0, 1.5])
-def test_a_command_that_is_stopped_early_says_so(number: signal.Signals, delay: float, tmp_path: Path) -> None:
+def test_command_that_is_stopped_early_says_so(number: signal.Signals, delay: float, tmp_path: Path) -> None:
     """While it imports what it needs, long before there are ranks."""
     pipe = subprocess.PIPE
     process = subprocess.Popen(command("train", DEMO), cwd=tmp_path, env=environment(""), stdout=pipe, stderr=pipe)
@@ -59,7 +59,7 @@ def test_a_command_that_is_stopped_early_says_so(number: signal.Signals, delay: 
         assert (process.returncode, printed) == (1, f"stopped by {number.name}\n")
 
 
-def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
+def test_ignored_signal_stays_ignored(tmp_path: Path) -> None:
     """As nohup starts a command."""
     script = "import os, signal\nfrom hybrid3d.cli.signals import raised_signals\nwith raised_signals():\n"
     script += "    os.kill(os.getpid(), signal.SIGHUP)\nprint('went on')"
@@ -73,7 +73,7 @@ def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="only Linux has /dev/full")
-def test_a_console_that_takes_nothing_is_given_up() -> None:
+def test_console_that_takes_nothing_is_given_up() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     for file in (FULL.open("w"), os.fdopen(writing, "w")):
@@ -87,7 +87,7 @@ def test_a_console_that_takes_nothing_is_given_up() -> None:
 
 
 @pytest.mark.parametrize("redirected", [">/dev/full", ">&-", "| head -c 1", ">&- 2>&-"])
-def test_a_broken_console_does_not_change_how_a_command_ends(redirected: str, tmp_path: Path) -> None:
+def test_broken_console_does_not_change_how_a_command_ends(redirected: str, tmp_path: Path) -> None:
     # A command that prints pages, and needs no model: its exit code is kept in a file
     script = f"({sys.executable} -m hybrid3d --help; echo $? >code) {redirected}"
     done = subprocess.run(["sh", "-c", script], cwd=tmp_path, env=environment(""), capture_output=True, text=True)
@@ -128,14 +128,14 @@ def test_ranks_on_this_machine_meet_and_leave_nothing(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(("most", "code"), [(2, 0), (1, -signal.SIGKILL), (0, -signal.SIGKILL)])
-def test_a_rank_that_others_can_do_without_is_started_again(most: int, code: int, tmp_path: Path) -> None:
+def test_rank_that_others_can_do_without_is_started_again(most: int, code: int, tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(RANK)
     found = run_ranks([sys.executable, str(tmp_path / "rank.py"), str(tmp_path), "killed"], 2, {1: most})
     assert (found[1].exitcode if code else found) == (code or {})
     assert len(list(tmp_path.glob("start-1-*"))) == most + 1
 
 
-def test_a_rank_that_fails_by_itself_ends_the_others(tmp_path: Path) -> None:
+def test_rank_that_fails_by_itself_ends_the_others(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(RANK)
     begin = time.monotonic()
     found = run_ranks([sys.executable, str(tmp_path / "rank.py"), str(tmp_path), "fails"], 3, {1: 5})
@@ -145,7 +145,7 @@ def test_a_rank_that_fails_by_itself_ends_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes network namespaces")
-def test_a_machine_without_loopback_is_told_at_once() -> None:
+def test_machine_without_loopback_is_told_at_once() -> None:
     """In a namespace whose loopback interface is down."""
     script = "from hybrid3d.launch.local_ranks import run_ranks\nfrom hybrid3d.errors import UserMistake\n"
     script += "try:\n    run_ranks(['true'], 2)\nexcept UserMistake as error:\n    print(error)"
@@ -166,7 +166,7 @@ def test_a_machine_without_loopback_is_told_at_once() -> None:
 CHILD = "import os, signal, sys; os.write(1, {state!r}); os.kill(os.getpid(), signal.SIGSTOP)"
 
 
-def test_a_stopped_child_does_not_outlast_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_child_does_not_outlast_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not hear that the run has ended, and has never been ready, for which it would have ten minutes."""
     ended = threading.Event()
 
@@ -188,7 +188,7 @@ def test_a_stopped_child_does_not_outlast_its_run(monkeypatch: pytest.MonkeyPatc
     assert 4.0 < time.monotonic() - begin < SOON
 
 
-def test_a_child_without_its_parent_ends() -> None:
+def test_child_without_its_parent_ends() -> None:
     """The parent has died while the child was importing, so that the kernel was not yet asked to kill it with it."""
     script = "import time\nfrom hybrid3d.launch.child import this_process\nthis_process()\ntime.sleep(600)"
     variables = environment("") | {restarts.RESTART_COUNT: "0", restarts.FAILURE: ""}
@@ -215,7 +215,7 @@ def parent_of(run: Path, rank: int) -> int:
 
 @pytest.mark.engines
 @pytest.mark.timeout(900)
-def test_training_goes_on_where_the_parent_of_a_rank_that_generates_is_killed(demo: Path, tmp_path: Path) -> None:
+def test_training_survives_kill_of_a_generating_rank_s_parent(demo: Path, tmp_path: Path) -> None:
     work = demo_folder(tmp_path, demo)
     run = work / "runs/orphaned"
     with started(work, [*RUN, "name=orphaned", "run.steps=7"]) as process:

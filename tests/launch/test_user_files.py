@@ -81,7 +81,7 @@ def test_yaml_that_is_read() -> None:
     assert parse_yaml('"日本 \\t 🚀"') == "日本 \t 🚀"
 
 
-def test_the_slowest_text_of_the_allowed_size_takes_seconds() -> None:
+def test_slowest_text_of_the_allowed_size_takes_seconds() -> None:
     text = "".join(f"k{number}: b\n" for number in range(24_000))
     begun = time.process_time()
     assert len(parse_yaml(text)) == 24_000
@@ -119,7 +119,7 @@ def test_json_that_is_read(tmp_path: Path) -> None:
     assert parse_json("[" * MAX_DEPTH + "]" * MAX_DEPTH) is not None
 
 
-def test_only_regular_files_are_opened(tmp_path: Path) -> None:
+def test_read_text_file_opens_only_regular_files(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     with socket.socket(socket.AF_UNIX) as listening:
@@ -152,7 +152,7 @@ def test_paths_that_no_file_has(tmp_path: Path) -> None:
             load_recipe(path)
 
 
-def test_a_file_is_bounded_in_bytes(tmp_path: Path) -> None:
+def test_file_is_bounded_in_bytes(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_bytes(b"#" * (MAX_TEXT_BYTES + 1))
     with pytest.raises(UnreadableFile) as caught:

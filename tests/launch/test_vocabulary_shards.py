@@ -15,7 +15,7 @@ from test_cli import RECIPE
 pytestmark = pytest.mark.engines
 
 
-def test_an_empty_shard_is_planned(
+def test_empty_shard_is_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     vocabulary, hidden = 331, 128

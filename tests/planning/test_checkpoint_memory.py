@@ -42,7 +42,7 @@ def test_gathered_state_does_not_shrink_with_data_parallel_ranks() -> None:
         assert found.node == 8 * (2 * ELEMENTS + 12 * ELEMENTS // dp)
 
 
-def test_the_default_is_what_fits_the_node() -> None:
+def test_default_is_what_fits_the_node() -> None:
     assert estimate(4).sharding == "fully_reshardable"  # of 2 TB
     assert choose_sharding("auto", 366e9, 732e9) == "fully_reshardable"
     assert choose_sharding("auto", 366e9, 731e9) == "dp_reshardable"

@@ -98,7 +98,7 @@ def one_row_on(piece: Piece) -> list[Piece]:
 
 
 @pytest.mark.parametrize("spoil", [without, one_row_on])
-def test_one_tensor_unlike_the_others_is_not_lost_among_them(
+def test_tensor_unlike_the_others_is_not_lost_among_them(
     spoil: Callable[[Piece], list[Piece]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = recipe_of("deepseek-v3-671b-expert-parallel", "train.dp=1", "train.ep=8")
@@ -116,7 +116,7 @@ def test_one_tensor_unlike_the_others_is_not_lost_among_them(
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "deepseek_v3"])
-def test_a_plan_by_classes_has_the_numbers_of_the_whole_plan(
+def test_plan_by_classes_has_the_numbers_of_the_whole_plan(
     family: str, tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One layer of each kind in every stage stands for all, against every transfer of the plan of all layers."""

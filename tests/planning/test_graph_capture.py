@@ -28,13 +28,13 @@ def check_capture(orders: list[tuple[int, ...]], out: Path) -> None:
     assert [json.loads((out / f"{rank}.json").read_text()) for rank in range(ranks)] == [expected] * ranks
 
 
-def test_every_order_of_four_ranks_is_captured(tmp_path: Path) -> None:
+def test_graph_capture_works_for_every_order_of_four_ranks(tmp_path: Path) -> None:
     check_capture(list(itertools.permutations(range(4))), tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_the_groups_of_every_recipe_are_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_every_recipe_are_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the size that vLLM's custom all-reduce supports; larger groups use NCCL."""
     monkeypatch.chdir(ROOT)
     orders: dict[int, set[tuple[int, ...]]] = defaultdict(set)

@@ -43,7 +43,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
     return asked
 
 
-def test_it_is_computed_once(recipe: Recipe, computed: list[Recipe], tmp_path: Path) -> None:
+def test_placement_is_computed_once(recipe: Recipe, computed: list[Recipe], tmp_path: Path) -> None:
     assert [find_placement(recipe, tmp_path / "new") for _ in range(3)] == [SLOTS] * 3
     assert len(computed) == 1
     longer = replace(recipe, run=replace(recipe.run, steps=7))  # a run that goes on
@@ -52,14 +52,16 @@ def test_it_is_computed_once(recipe: Recipe, computed: list[Recipe], tmp_path: P
 
 
 @pytest.mark.parametrize("change", ["train.tp=2", "rollout.tp=2", "machine.gpus_per_node=2", "model.dtype=bfloat16"])
-def test_another_layout_is_computed_anew(change: str, recipe: Recipe, computed: list[Recipe], tmp_path: Path) -> None:
+def test_placement_of_another_layout_is_computed_anew(
+    change: str, recipe: Recipe, computed: list[Recipe], tmp_path: Path
+) -> None:
     find_placement(recipe, tmp_path)
     other = load_recipe(RECIPE[0], [*RECIPE[1], change])
     find_placement(other, tmp_path)
     assert len(computed) == 2
 
 
-def test_another_config_version_or_code_is_computed_anew(
+def test_placement_file_differs_for_another_config_version_or_code(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = placement_file(tmp_path, recipe)
@@ -80,7 +82,7 @@ def test_another_config_version_or_code_is_computed_anew(
         *("[true, false, 2, 3]", "[-1, 0, 1, 2]", "[" * 100_000, "[0, 1, 2, 3, 4]", "\udcff"),
     ],
 )
-def test_what_is_no_permutation_is_computed_again(
+def test_kept_placement_that_is_no_permutation_is_computed_again(
     content: str, recipe: Recipe, computed: list[Recipe], tmp_path: Path
 ) -> None:
     file = placement_file(tmp_path, recipe)
@@ -90,7 +92,7 @@ def test_what_is_no_permutation_is_computed_again(
     assert read_placement(file, 4) == SLOTS
 
 
-def test_a_folder_that_cannot_be_written_keeps_nothing(recipe: Recipe, computed: list[Recipe], tmp_path: Path) -> None:
+def test_folder_that_cannot_be_written_keeps_nothing(recipe: Recipe, computed: list[Recipe], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert find_placement(recipe, tmp_path / "file") == SLOTS
     keep_placement(tmp_path / "file" / "placement.json", SLOTS)
@@ -118,7 +120,7 @@ def test_ranks_wait_for_what_the_launcher_computes(
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".placement-")]
 
 
-def test_nothing_is_computed_where_ranks_keep_their_order(
+def test_placement_is_not_computed_where_ranks_keep_their_order(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kept_placement, "start_subprocess", None)

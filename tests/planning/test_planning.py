@@ -33,7 +33,7 @@ def recipe_for(folder: Path, *overrides: str) -> tuple[Recipe, dict[str, Any]]:
     return recipe, json.loads((folder / "config.json").read_text())
 
 
-def test_a_class_that_has_lost_a_tensor_is_seen(
+def test_class_that_has_lost_a_tensor_is_seen(
     tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe, config = recipe_for(tiny_checkpoint("qwen2"))
@@ -49,7 +49,7 @@ def test_a_class_that_has_lost_a_tensor_is_seen(
         traffic.compute_sync_traffic(recipe, asked)
 
 
-def test_a_split_layout_counted_by_hand(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_split_layout_counted_by_hand(tiny_checkpoint: Callable[..., Path]) -> None:
     """Two ranks train at TP2 and two engines of TP1 generate: on the node of both, or on nodes of their own."""
     split = ["train.tp=2", "train.pp=1", "rollout.tp=1", "roles.generation.ranks=2"]
     for per_node, over_network in ((8, 0), (2, 1)):
@@ -78,7 +78,7 @@ def test_experts_of_layers_around_a_dense_one(tiny_checkpoint: Callable[..., Pat
     assert [slot.demand for slot in slots] == [probe.trace_demand(recipe, shapes, slot).demand for slot in range(4)]
 
 
-def test_any_rank_is_queried_where_few_gpus_are_visible(
+def test_trace_demand_queries_any_rank_where_few_gpus_are_visible(
     tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where SLURM has set CUDA_VISIBLE_DEVICES: vLLM looks up the device of the local rank that it is given."""
@@ -107,7 +107,7 @@ def test_vllm_takes_the_slot_for_its_rank(
 
 @pytest.mark.parametrize("per_node", [1, 3, 8])
 @pytest.mark.parametrize("ranks", [1, 6, 32, 1024])
-def test_the_picture_keeps_every_byte(ranks: int, per_node: int) -> None:
+def test_picture_keeps_every_byte(ranks: int, per_node: int) -> None:
     recipe = replace(load_recipe(ROOT / "recipes/demo-cpu.yaml"), machine=Machine(gpus_per_node=per_node))
     whole = np.arange(ranks * ranks).reshape(ranks, ranks)
     matrix, size = group_traffic(whole, recipe, 16)
@@ -116,7 +116,7 @@ def test_the_picture_keeps_every_byte(ranks: int, per_node: int) -> None:
     assert matrix.sum() == whole.sum()
 
 
-def test_what_only_asks_leaves_no_trace_where_engines_will_run(
+def test_engine_queries_leave_no_trace_where_engines_will_run(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     """A rank that checks its memory and its place has not had vLLM imported; and is refused by the numbers."""

@@ -102,7 +102,7 @@ def without_local(held: Holdings) -> list[Any]:
     return sorted((piece.name, piece.box.start, piece.box.size, piece.dtype) for piece in held.pieces)
 
 
-def test_the_page_and_the_numbers(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_page_and_the_numbers(tiny_checkpoint: Callable[..., Path]) -> None:
     recipe, config = adapted(tiny_checkpoint("qwen2"), "train.tp=4", "train.pp=1", "rollout.tp=2")
     report = make_report(recipe, config)
     numbers, adapters = report.numbers(), report.adapters

@@ -34,7 +34,7 @@ def traffic() -> SimpleNamespace:
 WORK = {rank: EncodingWork(launches=1000, host_waits=50, counted=8e9, found=8e9, encoded=1e9) for rank in range(2)}
 
 
-def test_two_percent_of_bfloat16(recipe: Recipe) -> None:
+def test_changed_sync_of_two_percent_bfloat16_matches_hand_numbers(recipe: Recipe) -> None:
     """Of 50 elements one: 16 bits of its value, 5 low bits, 1 + 50 / 32 high bits; entropy H(0.02) / 0.02 = 7.072."""
     found = predict_changed_sync(recipe, traffic(), 12_000_000_000, hardware_of(recipe.machine), 0.02, WORK)
     assert found.delta_bytes == pytest.approx(6e9 * 0.02 * (16 + 5 + 1 + 50 / 32) / 8, rel=1e-4)
@@ -45,13 +45,13 @@ def test_two_percent_of_bfloat16(recipe: Recipe) -> None:
     assert found.wire.network == pytest.approx(found.delta_bytes * 8 / 12 / 50e9, rel=1e-3)  # 400 Gb/s a rank
 
 
-def test_all_elements_are_a_full_sync(recipe: Recipe) -> None:
+def test_changed_sync_of_all_elements_is_a_full_sync(recipe: Recipe) -> None:
     found = predict_changed_sync(recipe, traffic(), 12_000_000_000, hardware_of(recipe.machine), 1.0, WORK)
     assert found.delta_bytes == found.delta_network_bytes == 12_000_000_000
     assert found.wire.network == pytest.approx(8e9 / 50e9)
 
 
-def test_the_seconds_have_encoding_in_them(recipe: Recipe) -> None:
+def test_seconds_have_encoding_in_them(recipe: Recipe) -> None:
     """By hand: 1,000 launches of 5 us and 50 waits of 20 us; 4.125 + 0.625 bytes an element, and 166 a changed one.
 
     Of a changed element that is sent, 88 bytes and 45.5 for each of the 5 low bits of its position; all at half of

@@ -66,7 +66,7 @@ def kept(config: dict[str, Any], layers: int, train: Train) -> int:
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3"])
-def test_what_a_layer_keeps_of_a_token(family: str) -> None:
+def test_layer_activations_of_a_token_match_what_is_measured(family: str) -> None:
     """Within a tenth or so: rotation tables, statistics of norms and router logits are in no formula."""
     config = config_for(family)
     its = family_of(config)
@@ -83,7 +83,7 @@ def test_under_full_recompute_a_layer_keeps_its_input() -> None:
     assert measured == config["hidden_size"] * 4 * TOKENS
 
 
-def test_a_rank_of_every_stage_holds_what_the_layout_makes_of_the_parameters() -> None:
+def test_stage_ranks_hold_what_the_layout_makes_of_parameters() -> None:
     """671B: experts over EP x PP, by their number; all ranks together hold every parameter once per replica."""
     recipe = recipe_of("deepseek-v3-671b")
     config, train = config_of(recipe), recipe.train
@@ -102,7 +102,7 @@ def test_a_rank_of_every_stage_holds_what_the_layout_makes_of_the_parameters() -
     assert held[5] == ParameterCounts(dense=held[6].dense, experts=held[6].experts)
 
 
-def test_the_layer_for_multi_token_prediction_is_trained_on_the_last_stage() -> None:
+def test_mtp_layer_is_trained_on_the_last_stage() -> None:
     """DeepSeek-V3's README_WEIGHTS.md: about 11.5B parameters, without the embedding and the head that it shares."""
     recipe = recipe_of("deepseek-v3-671b", "train.mtp_loss_coef=0.3")
     config, train = config_of(recipe), recipe.train
@@ -193,7 +193,7 @@ def test_phases_add_up_and_each_is_refused_by_its_numbers() -> None:
     assert memory(rollout_weights=30).problems()[0] == "the sync phase needs 86.0 GB of a GPU's 80.0 GB"
 
 
-def test_the_reserve_is_beside_the_others_and_what_vllm_counts_is_within_its_fraction() -> None:
+def test_reserve_is_beside_the_others_but_vllms_within_its_fraction() -> None:
     reserve = Reserve(contexts=2 * 10**9, training_communicators=3 * 10**9, rollout_communicators=10**9, graphs=10**9)
     without, found = memory(), memory(reserve=reserve)
     assert found.train - without.train == 7 * 10**9  # graphs and communicators do not sleep
@@ -207,7 +207,7 @@ def test_the_reserve_is_beside_the_others_and_what_vllm_counts_is_within_its_fra
     assert [parts.train - apart.train, parts.generate - apart.generate] == [5 * 10**9, 2 * 10**9]
 
 
-def test_each_communicator_and_the_graphs_of_a_recipe_are_counted() -> None:
+def test_reserve_counts_each_communicator_and_the_graphs_of_a_recipe() -> None:
     """Llama-3.1-70B: TP8, PP, the ends of the pipeline, DP, all ranks, and weights; vLLM's TP8."""
     llama = load_recipe(RECIPES / "llama-3.1-70b.yaml")
     found = reserve_of(llama, has_experts=False)

@@ -45,7 +45,7 @@ def test_answers_take_what_is_predicted() -> None:
     assert sent <= found.answer_bytes <= 1.1 * sent
 
 
-def test_a_rank_receives_no_answer_of_its_own_and_the_choices_of_its_share() -> None:
+def test_rank_receives_no_own_answer_and_its_share_of_choices() -> None:
     recipe = load_recipe(ROOT / "recipes/qwen3-30b-a3b.yaml", [*LONGEST, *FEW, "train.router_replay=rollout"])
     config = config_of("qwen3-30b-a3b")
     found = predict_samples(recipe, config)

@@ -116,7 +116,7 @@ LAYOUTS = pytest.mark.parametrize("layout", [pytest.param("stages", marks=pytest
 
 
 @LAYOUTS
-def test_no_rank_is_given_up_because_it_is_late(layout: str, request: pytest.FixtureRequest) -> None:
+def test_process_groups_do_not_give_up_late_ranks(layout: str, request: pytest.FixtureRequest) -> None:
     """Whoever made the group: we, Megatron, vLLM or torch."""
     for _, end in request.getfixturevalue(layout):
         assert {"default_pg", "TENSOR_MODEL_PARALLEL_GROUP"} <= {group["description"] for group in end.values()}
@@ -126,7 +126,7 @@ def test_no_rank_is_given_up_because_it_is_late(layout: str, request: pytest.Fix
 
 
 @LAYOUTS
-def test_what_training_and_syncs_use_was_used_before_vllm_starts(layout: str, request: pytest.FixtureRequest) -> None:
+def test_training_and_sync_groups_are_used_before_vllm_starts(layout: str, request: pytest.FixtureRequest) -> None:
     """Over NCCL the first use of a group takes memory, which vLLM's cache may have taken by then."""
     for before, end in request.getfixturevalue(layout):
         later = {name for name in before if end[name]["operations"] > before[name]["operations"]}

@@ -64,7 +64,7 @@ def replayed(work: Path, run: str, step: int, *layout: str, expect: int = 0) -> 
     return found
 
 
-def test_one_flipped_bit_is_found_in_20_of_20(work: Path) -> None:
+def test_compare_runs_finds_a_flipped_bit_in_20_of_20(work: Path) -> None:
     for number in range(FAULTS):
         folder = work / f"runs/grpo-fault-{number}"
         fault = json.loads((folder / "fault.json").read_text())
@@ -76,7 +76,7 @@ def test_one_flipped_bit_is_found_in_20_of_20(work: Path) -> None:
 
 
 @pytest.mark.parametrize(("run", "start"), [("grpo", 2), ("ppo", 2), ("selected", 2)])
-def test_a_step_is_done_again_bit_for_bit(work: Path, run: str, start: int) -> None:
+def test_step_is_done_again_bit_for_bit(work: Path, run: str, start: int) -> None:
     found = replayed(work, run, 2)
     assert (found["equal"], found["same_layout"], found["start"]) == (True, True, start)
     row = read_rows(work / "runs" / run)[2]
@@ -86,7 +86,7 @@ def test_a_step_is_done_again_bit_for_bit(work: Path, run: str, start: int) -> N
 
 
 @pytest.mark.parametrize("layout", [["train.tp=1"], ["train.tp=1", "train.pp=2"]], ids=str)
-def test_in_another_layout_it_is_the_same_up_to_rounding(work: Path, layout: list[str]) -> None:
+def test_replay_in_another_layout_equals_the_run_up_to_rounding(work: Path, layout: list[str]) -> None:
     """Before the step the fingerprints of whole tensors are those of the run: otherwise it is not as recorded."""
     found = replayed(work, "grpo", 2, *layout)
     assert (found["as_recorded"], found["equal"], found["same_layout"]) == (True, False, False)
@@ -100,7 +100,7 @@ def test_in_another_layout_it_is_the_same_up_to_rounding(work: Path, layout: lis
     [["train.tp=1"], ["train.tp=1", "train.dp=2", "train.micro_batch_size=2", "train.packed=true"]],
     ids=str,
 )
-def test_in_another_layout_the_same_tokens_are_selected(work: Path, layout: list[str]) -> None:
+def test_replay_in_another_layout_selects_the_same_tokens(work: Path, layout: list[str]) -> None:
     """With two data-parallel ranks each has all tensors, as two tensor-parallel ranks have, but other parts of them."""
     found = replayed(work, "selected", 2, *layout)
     assert (found["as_recorded"], found["same_layout"]) == (True, False)
@@ -110,7 +110,7 @@ def test_in_another_layout_the_same_tokens_are_selected(work: Path, layout: list
         assert 0 < values["replayed"] == pytest.approx(values["recorded"], rel=1e-4)
 
 
-def test_what_was_changed_since_is_found(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_finds_what_was_changed_since(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The record of a run whose weights are another's is that of a step which is not done again."""
     shutil.copytree(work / "runs/grpo", work / "runs/other")
     fault = json.loads((work / "runs/grpo-fault-1/fault.json").read_text())

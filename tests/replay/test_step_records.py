@@ -92,7 +92,7 @@ def test_experts_of_the_rollout_are_recorded(record: StepRecord, tmp_path: Path)
     assert arrays["expert_lengths"].tolist() == [4, 0, 2]
 
 
-def test_what_is_written_is_read_bit_for_bit(record: StepRecord, tmp_path: Path) -> None:
+def test_step_record_is_read_bit_for_bit_as_written(record: StepRecord, tmp_path: Path) -> None:
     folder = tmp_path / "record/step-000003"
     write_step(folder, record)
     read = read_step(folder)
@@ -114,7 +114,9 @@ def test_damage_is_found(record: StepRecord, tmp_path: Path) -> None:
         read_step(folder)
 
 
-def test_another_format_is_refused(record: StepRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_record_of_another_format_is_refused(
+    record: StepRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("hybrid3d.replay.step_record.FORMAT", 2)
     write_step(tmp_path / "step-000003", record)
     monkeypatch.undo()
@@ -169,7 +171,7 @@ CAUSES: list[tuple[Change, str, str, int | None]] = [  # in the order of cause a
 
 
 @pytest.mark.parametrize("number", range(len(CAUSES)))
-def test_the_first_cause_is_named(record: StepRecord, number: int) -> None:
+def test_difference_of_records_names_the_first_cause(record: StepRecord, number: int) -> None:
     changed, (_, what, where, rank) = record, CAUSES[number]
     for change, *_ in CAUSES[number:]:  # with all of its effects
         changed = change(changed)
@@ -218,7 +220,7 @@ def folder(tmp_path: Path) -> RunFolder:
     return folder
 
 
-def test_a_replay_begins_at_the_nearest_checkpoint(folder: RunFolder) -> None:
+def test_replay_begins_at_the_nearest_checkpoint(folder: RunFolder) -> None:
     assert [find_start(folder, step) for step in (0, 1, 2, 4)] == [0, 0, 2, 4]
 
 
@@ -234,7 +236,7 @@ def test_a_replay_begins_at_the_nearest_checkpoint(folder: RunFolder) -> None:
         (10**12, "step 1000000000000 is not recorded"),
     ],
 )
-def test_what_is_missing_is_said(
+def test_find_start_says_what_is_missing(
     folder: RunFolder, step: int, problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(NotRecorded) as caught:
@@ -245,13 +247,13 @@ def test_what_is_missing_is_said(
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_resumed_run_records_again(folder: RunFolder) -> None:
+def test_resumed_run_records_again(folder: RunFolder) -> None:
     folder.truncate_records(2)
     assert recorded_steps(folder) == [0, 1]
     assert sorted(path.name for path in folder.step_records.iterdir()) == ["step-000000", "step-000001"]
 
 
-def test_only_the_layout_can_differ() -> None:
+def test_training_recipe_lets_only_the_layout_differ() -> None:
     assert training_recipe(RECIPE, ["train.tp=1", "train.dp=2"]).train_ranks == 4
     with pytest.raises(RecipeError, match=r"optimizer\.lr=1: only settings of train can differ in a replay"):
         training_recipe(RECIPE, ["train.tp=1", "optimizer.lr=1"])
@@ -259,7 +261,7 @@ def test_only_the_layout_can_differ() -> None:
         training_recipe(RECIPE, ["train.ttp=1"])
 
 
-def test_a_replay_has_no_ranks_that_generate() -> None:
+def test_replay_has_no_ranks_that_generate() -> None:
     settings = ["roles.generation.ranks=4", "async.max_staleness=1", "algorithm.correction.kind=mask"]
     settings += ["rollout.temperature=0.5", "roles.generation.max_restarts=3"]
     recipe = training_recipe(load_recipe(ROOT / "recipes/demo-cpu.yaml", settings), ["train.pp=1"])
@@ -267,7 +269,7 @@ def test_a_replay_has_no_ranks_that_generate() -> None:
     assert (recipe.world_size, recipe.rollout.temperature, recipe.rollout.max_new_tokens) == (2, 0.5, 8)
 
 
-def test_an_interval() -> None:
+def test_interval() -> None:
     due = {interval: [n for n in range(7) if is_due(interval, n)] for interval in ("never", "always", "every-3")}
     assert due == {"never": [], "always": [*range(7)], "every-3": [0, 3, 6]}
 

@@ -81,7 +81,7 @@ def make_supervised(demo: Path, tmp_path: Path) -> dict[str, Any]:
     }
 
 
-def test_a_disk_that_is_full(demo: Path, tmp_path: Path) -> None:
+def test_disk_that_is_full(demo: Path, tmp_path: Path) -> None:
     """The second checkpoint does not fit: the run ends with one message, and the first checkpoint stays."""
     if not can_mount():
         pytest.skip("mounting a small tmpfs needs root, or user namespaces")
@@ -150,7 +150,7 @@ def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_a_kl_that_explodes_and_gradients_that_are_not_finite(demo: Path, tmp_path: Path) -> None:
+def test_kl_that_explodes_and_gradients_that_are_not_finite(demo: Path, tmp_path: Path) -> None:
     """The KL coefficient is fixed at step 1 and a batch skipped at step 2; another at step 3 exceeds the limit."""
     demo_folder(tmp_path, demo)
     (tmp_path / "nan").mkdir()

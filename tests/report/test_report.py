@@ -117,7 +117,7 @@ def metrics_of(folder: RunFolder) -> list[dict[str, Any]]:
     return [json.loads(line) for line in folder.metrics.read_text().splitlines()]
 
 
-def test_every_number_is_that_of_the_run(page: Page, folder: RunFolder) -> None:
+def test_report_numbers_are_those_of_the_run(page: Page, folder: RunFolder) -> None:
     rows = metrics_of(folder)
     (run,) = page.data["runs"]
     assert set(run["metrics"]) == {key for row in rows for key in row} - {"step"}
@@ -194,7 +194,7 @@ def test_texts_of_others_are_shown_and_never_run(tmp_path: Path, ended: bool) ->
         assert shown in page.all("pre", class_="failure")[0][1]
 
 
-def test_the_page_stands_alone(page: Page) -> None:
+def test_page_stands_alone(page: Page) -> None:
     assert {tag for tag, *_ in page.elements} & {"link", "iframe", "object", "embed", "base", "form"} <= {"form"}
     references = [a[key] for _, a, _ in page.elements for key in ("src", "href", "action", "srcset") if key in a]
     assert all(reference.startswith("#") for reference in references)
@@ -243,7 +243,7 @@ def test_reading_does_not_lock_a_run_out(folder: RunFolder) -> None:
     (folder.path / ".lock").unlink()
 
 
-def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
+def test_run_that_has_only_begun(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", ended=False)
     for path in (folder.metrics, folder.samples, folder.events):
         path.unlink()
@@ -253,7 +253,7 @@ def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["missing", "file", "empty", "no mapping", "metrics is a folder"])
-def test_what_is_no_run_is_refused(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_refuses_what_is_no_run(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run"
     if kind == "file":
         path.write_text("")
@@ -272,13 +272,13 @@ def test_what_is_no_run_is_refused(tmp_path: Path, kind: str, capsys: pytest.Cap
     assert not (path / "report.html").exists()
 
 
-def test_a_page_that_cannot_be_written(folder: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_page_that_cannot_be_written(folder: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for out in (tmp_path, tmp_path / "nowhere" / "page.html"):
         assert cli.main(["report", str(folder.path), "--out", str(out)]) == 2
         assert "name another file with --out" in capsys.readouterr().err
 
 
-def test_two_runs(folder: RunFolder, tmp_path: Path) -> None:
+def test_report_of_two_runs_shows_both(folder: RunFolder, tmp_path: Path) -> None:
     other = write_run(tmp_path / "other", "optimizer.lr=3e-4", steps=3)
     page = report(folder.path, other.path, "--out", tmp_path / "both.html")
     assert [run["name"] for run in page.data["runs"]] == ["tried", "other"]
@@ -361,7 +361,7 @@ RECORDS = st.lists(
 @example(records=[{"step": 1, "reward/mean": -9e299}, {"step": 2, "reward/mean": 9e299}], other=[])
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(records=RECORDS, other=RECORDS)
-def test_no_record_prevents_a_page(tmp_path: Path, records: list[Any], other: list[Any]) -> None:
+def test_report_page_is_made_from_any_records(tmp_path: Path, records: list[Any], other: list[Any]) -> None:
     folder = RunFolder(tmp_path / "run")
     if not folder.path.exists():
         write_run(folder.path)
@@ -372,7 +372,7 @@ def test_no_record_prevents_a_page(tmp_path: Path, records: list[Any], other: li
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"traceEvents": [{"name": 1}]}', '{"traceEvents": []}', "[" * 10**5])
-def test_a_timeline_that_is_none(tmp_path: Path, text: str) -> None:
+def test_timeline_that_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "timeline.json").write_text(text)
     assert read_timeline(tmp_path / "timeline.json") is None
 
@@ -391,7 +391,7 @@ def test_syncs_and_the_plan(page: Page, folder: RunFolder) -> None:
     assert [row.cells for row in memory_table(read_run(folder.path), plan)][2:] == [["60 GB", "75 %"], ["8 GB", "10 %"]]
 
 
-def test_a_long_run_fits_the_page(tmp_path: Path) -> None:
+def test_long_run_fits_the_page(tmp_path: Path) -> None:
     steps = 3000
     folder = write_run(tmp_path / "run")
     chance_keys = [f"own/{i}" for i in range(60)]
@@ -438,7 +438,7 @@ def test_samples_are_selected_evenly(tmp_path: Path) -> None:
 
 @pytest.mark.engines
 @pytest.mark.slow
-def test_the_plan_is_that_of_the_command(demo: Path, tmp_path: Path) -> None:
+def test_plan_is_that_of_the_command(demo: Path, tmp_path: Path) -> None:
     demo_folder(tmp_path, demo)
     model = "model.path=build/demo/base"
     run = write_run(tmp_path / "runs" / "planned", model).path.relative_to(tmp_path)
@@ -451,7 +451,7 @@ def test_the_plan_is_that_of_the_command(demo: Path, tmp_path: Path) -> None:
     assert memory["Training"][0] == f"{planned['memory']['train'] / 1e6:.4g} MB"
 
 
-def test_no_torch_is_imported(folder: RunFolder) -> None:
+def test_report_imports_no_torch(folder: RunFolder) -> None:
     script = "import sys; from hybrid3d import cli; assert cli.main(sys.argv[1:]) == 0; print(sorted(sys.modules))"
     command = [sys.executable, "-c", script, "report", str(folder.path)]
     done = subprocess.run(command, cwd=ROOT, env=environment("report"), capture_output=True, text=True, check=True)

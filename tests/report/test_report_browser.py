@@ -79,7 +79,7 @@ def run_in(page: Path, script: str, width: int = 1200, flags: str = "") -> Any:
 
 @pytest.mark.parametrize("width", [360, 768, 1280])
 @pytest.mark.parametrize("name", ["one", "both"])
-def test_only_tables_scroll_sideways(pages: dict[str, Path], name: str, width: int) -> None:
+def test_report_page_lets_only_tables_scroll_sideways(pages: dict[str, Path], name: str, width: int) -> None:
     script = "for (const d of document.querySelectorAll('details')) d.open = true;"
     script += "return [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
     inside, outside = run_in(pages[name], script, width)
@@ -87,7 +87,7 @@ def test_only_tables_scroll_sideways(pages: dict[str, Path], name: str, width: i
 
 
 @pytest.mark.parametrize("width", [360, 1280])
-def test_a_number_below_a_curve_is_one_line(pages: dict[str, Path], width: int) -> None:
+def test_number_below_a_curve_is_one_line(pages: dict[str, Path], width: int) -> None:
     script = """
         const numbers = [...document.querySelectorAll(".x-axis span")];
         const isBroken = (n) => n.getBoundingClientRect().height > 1.8 * parseFloat(getComputedStyle(n).fontSize);
@@ -142,7 +142,7 @@ def test_values_under_the_pointer_and_by_keys(pages: dict[str, Path]) -> None:
     assert run_in(pages["one"], script) == ["step 3: 52.8571 %", "step 4: 67.1429 %"]
 
 
-def test_another_step_is_chosen(pages: dict[str, Path]) -> None:
+def test_step_choice_shows_the_phases_of_another_step(pages: dict[str, Path]) -> None:
     script = """
     const choice = document.querySelector(".step");
     choice.selectedIndex = 2;

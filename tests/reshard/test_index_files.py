@@ -42,7 +42,7 @@ def write_index(folder: Path, read: Any) -> None:
     "file",
     ["../other.safetensors", "a/../../other.safetensors", "", ".", "..", "a\0b", "a\nb", 5, None, ["other"], {}],
 )
-def test_an_index_that_leads_out_of_its_folder(folder: Path, file: Any) -> None:
+def test_index_that_leads_out_of_its_folder(folder: Path, file: Any) -> None:
     write_index(folder, {"weight_map": {"bias": file}})
     told = problem_of(folder)
     assert f"{INDEX_FILE} is not a valid checkpoint index" in told
@@ -51,12 +51,12 @@ def test_an_index_that_leads_out_of_its_folder(folder: Path, file: Any) -> None:
         assert "expected the path of a file within the folder" in told
 
 
-def test_an_index_with_an_absolute_path(folder: Path) -> None:
+def test_index_with_an_absolute_path(folder: Path) -> None:
     write_index(folder, {"weight_map": {"bias": str(folder.parent / "other.safetensors")}})
     assert "expected the path of a file within the folder" in problem_of(folder)
 
 
-def test_an_index_may_name_files_deeper_in_its_folder_and_links(folder: Path) -> None:
+def test_index_may_name_files_deeper_in_its_folder_and_links(folder: Path) -> None:
     """As the hub's cache has them."""
     (folder / "deep").mkdir()
     (folder / "deep/1.safetensors").symlink_to(folder.parent / "other.safetensors")
@@ -76,13 +76,13 @@ def test_an_index_may_name_files_deeper_in_its_folder_and_links(folder: Path) ->
     ],
     ids=range(6),
 )  # fmt: skip
-def test_an_index_that_is_none(folder: Path, content: bytes) -> None:
+def test_index_that_is_none(folder: Path, content: bytes) -> None:
     (folder / INDEX_FILE).write_bytes(content)
     assert INDEX_FILE in problem_of(folder)
 
 
 @pytest.mark.parametrize("name", [INDEX_FILE, SINGLE_FILE])
-def test_what_is_no_file(folder: Path, name: str) -> None:
+def test_index_or_single_file_that_is_no_file_is_refused(folder: Path, name: str) -> None:
     path = folder / name
     path.mkdir()
     assert name in problem_of(folder)
@@ -130,7 +130,7 @@ def test_headers_that_lie(folder: Path, content: bytes) -> None:
     assert f"{SINGLE_FILE} is damaged or truncated ({len(content)} bytes)" in problem_of(folder)
 
 
-def test_a_file_cut_short_is_told_with_both_sizes(folder: Path) -> None:
+def test_file_cut_short_is_told_with_both_sizes(folder: Path) -> None:
     whole = save({"a": torch.arange(1000.0)})
     (folder / SINGLE_FILE).write_bytes(whole[:-100])
     assert f"({len(whole) - 100} bytes): its header describes {len(whole)} bytes" in problem_of(folder)

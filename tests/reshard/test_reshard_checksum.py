@@ -29,7 +29,7 @@ def in_gaps(tensor: torch.Tensor, gap: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if len(shape) > 1])
-def test_it_does_not_depend_on_how_the_box_lies(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_checksum_does_not_depend_on_how_the_box_lies(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     tensor = random(shape, dtype)
     turned = tensor.transpose(0, -1).contiguous().transpose(0, -1)
     for gap in (1, 3, 64, 256):
@@ -39,7 +39,7 @@ def test_it_does_not_depend_on_how_the_box_lies(shape: tuple[int, ...], dtype: t
 
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(SHAPES), st.sampled_from(DTYPES), st.data())
-def test_one_flipped_bit_changes_it(shape: tuple[int, ...], dtype: torch.dtype, data: st.DataObject) -> None:
+def test_checksum_changes_with_one_flipped_bit(shape: tuple[int, ...], dtype: torch.dtype, data: st.DataObject) -> None:
     tensor = random(shape, dtype)
     other = tensor.clone()
     raw = other.view(-1).as_strided((other.numel(),), (1,)).view(torch.uint8)
@@ -54,7 +54,7 @@ def test_rows_that_change_places_change_it(dtype: torch.dtype) -> None:
     assert int(checksum(tensor[[1, 0, *range(2, 8)]])) != int(checksum(tensor))
 
 
-def test_it_is_worked_out_by_hand() -> None:
+def test_checksum_matches_one_worked_out_by_hand() -> None:
     """Words 0 to 39: a block of 32 with weight 1, the other eight with weight 3."""
     words = torch.arange(40, dtype=torch.int64)
     assert int(checksum(words.view(torch.float64))) == sum(range(32)) + 3 * sum(range(32, 40))

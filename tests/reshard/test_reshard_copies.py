@@ -39,7 +39,7 @@ def test_slices_that_lie_between_each_other_are_one_copy() -> None:
 
 
 @pytest.mark.parametrize("gap", [1, 2, 5])
-def test_a_gap_ends_a_merged_copy(gap: int) -> None:
+def test_gap_ends_a_merged_copy(gap: int) -> None:
     source, target = torch.randn(10, 4), torch.zeros(10, 4)
     rows = [i for i in range(10) if i != gap]
     merged = list(merge_copies([(target[i], source[i]) for i in rows]))
@@ -53,7 +53,7 @@ def test_a_gap_ends_a_merged_copy(gap: int) -> None:
 
 
 @given(st.data())
-def test_any_copies_do_what_they_do_one_by_one(data: st.DataObject) -> None:
+def test_merged_copies_do_what_they_do_one_by_one(data: st.DataObject) -> None:
     """Disjoint boxes of one target, each from anywhere in one of two sources, in two dtypes."""
     rows, columns = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 8))
     target = torch.zeros(rows, columns)
@@ -85,7 +85,7 @@ def test_any_copies_do_what_they_do_one_by_one(data: st.DataObject) -> None:
         (torch.float32, 63, 4, torch.float32),
     ],
 )
-def test_a_copy_with_gaps_is_one_of_wider_elements(
+def test_copy_with_gaps_is_one_of_wider_elements(
     dtype: torch.dtype, columns: int, first: int, elements: torch.dtype
 ) -> None:
     """On a GPU these kernels move an element at a time; here the same views are copied on a CPU."""

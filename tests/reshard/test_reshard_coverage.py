@@ -111,7 +111,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "end"), CASES)
 @FEW
 @given(worlds(), st.data())
-def test_a_broken_plan_is_refused(name: str, end: str, world: World, data: st.DataObject) -> None:
+def test_broken_plan_is_refused(name: str, end: str, world: World, data: st.DataObject) -> None:
     transfers = transfers_of(make_plan(world.holdings, world.demand, 64))
     assume(transfers)
     at = data.draw(st.integers(0, len(transfers) - 1))
@@ -132,7 +132,7 @@ def test_a_broken_plan_is_refused(name: str, end: str, world: World, data: st.Da
 
 @FEW
 @given(worlds())
-def test_a_part_that_is_left_out_is_refused(world: World) -> None:
+def test_part_that_is_left_out_is_refused(world: World) -> None:
     plan = make_plan(world.holdings, world.demand, 64)
     for rank, part in plan.items():
         if part.buckets:
@@ -145,7 +145,7 @@ def test_a_part_that_is_left_out_is_refused(world: World) -> None:
 
 @FEW
 @given(worlds())
-def test_a_transfer_between_others_is_refused(world: World) -> None:
+def test_transfer_between_others_is_refused(world: World) -> None:
     """A rank would otherwise receive what it should send."""
     transfers = transfers_of(make_plan(world.holdings, world.demand, 64))
     assume(transfers)
@@ -164,7 +164,7 @@ def two_equal_tensors() -> tuple[World, Transfer, Transfer]:
     return world, k, v
 
 
-def test_a_box_of_another_tensor_in_its_place_is_refused() -> None:
+def test_box_of_another_tensor_in_its_place_is_refused() -> None:
     world, k, v = two_equal_tensors()
     read = replace(k, source=v.source), replace(v, source=k.source)
     with pytest.raises(PlanError, match="rank 0 does not hold k_proj"):
@@ -176,7 +176,7 @@ def test_a_box_of_another_tensor_in_its_place_is_refused() -> None:
 
 @FEW
 @given(worlds())
-def test_each_rank_checks_its_own_arrivals(world: World) -> None:
+def test_check_arrivals_works_on_each_rank_s_own_plan(world: World) -> None:
     """In a run a rank has only its own plan, without the memory locations of other ranks."""
     for rank, part in make_plan(world.holdings, world.demand, 64).items():
         here = [replace(t, source=t.source if t.src == rank else None) for t in part.transfers if t.dst == rank]

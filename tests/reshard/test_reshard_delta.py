@@ -46,7 +46,7 @@ def test_bits_are_those_of_numpy(n: int, p: float, seed: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("share", [0, 1e-5, 1e-4, 5e-4, 0.001, 0.004, 0.02, 0.1, 0.3, 0.5, 0.9])
 @pytest.mark.parametrize("n", [1, 7, 576, 300_000])
-def test_a_run_comes_back_and_is_within_4_percent_of_its_entropy(n: int, share: float, dtype: torch.dtype) -> None:
+def test_encoded_run_comes_back_within_4_percent_of_its_entropy(n: int, share: float, dtype: torch.dtype) -> None:
     random = np.random.default_rng(n)
     positions = torch.from_numpy(np.flatnonzero(random.random(n) < share))
     values = torch.from_numpy(random.standard_normal(len(positions))).to(dtype)
@@ -63,7 +63,7 @@ def test_a_run_comes_back_and_is_within_4_percent_of_its_entropy(n: int, share: 
         assert form.nbytes <= 1.04 * entropy_bytes(n, len(positions), dtype.itemsize)
 
 
-def test_no_form_is_larger_than_all_values_or_a_bitmap() -> None:
+def test_form_is_no_larger_than_all_values_or_a_bitmap() -> None:
     for n in (1, 10, 1000):
         for k in range(n + 1):
             assert form_of(n, k, 2).nbytes <= min(2 * n, 2 * k + math.ceil(n / 8))
@@ -99,7 +99,7 @@ def test_changed_elements_of_any_box_are_found_and_put_back(shape: list[int], tu
 
 @settings(max_examples=100, deadline=None)
 @given(st.data(), st.integers(0, 99))
-def test_a_run_of_boxes_is_their_elements_one_behind_the_other(data: st.DataObject, seed: int) -> None:
+def test_run_of_boxes_is_their_elements_one_behind_the_other(data: st.DataObject, seed: int) -> None:
     """Columns of the experts of two buffers: where they begin at multiples of eight their bits are read at once."""
     random, unit = np.random.default_rng(seed), data.draw(st.sampled_from([8, 3]))
     experts, rows, columns = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
@@ -221,7 +221,7 @@ def test_changed_elements_land_bit_for_bit(world: World, limit: int, share: floa
 
 @settings(max_examples=60, deadline=None)
 @given(worlds(), st.integers(4, 300))
-def test_where_nothing_changed_only_counts_are_sent(world: World, limit: int) -> None:
+def test_delta_sync_without_changes_sends_only_counts(world: World, limit: int) -> None:
     ranks = Deltas(world, limit, set(world.shapes))
     reports = ranks.send(canonical(world, 0))
     for rank, report in zip(ranks.ranks, reports, strict=True):

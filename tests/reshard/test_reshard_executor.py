@@ -26,7 +26,7 @@ from hybrid3d.reshard.plan.classes import layer_of, signature_of
 from hybrid3d.reshard.plan.coverage import check_arrivals, check_coverage, lower_bound
 from hybrid3d.reshard.plan.layout import FILES, Fill, Holdings, LocalPieces, Piece, View
 from hybrid3d.reshard.plan.planner import Plan, RankPlan, Routes, local_plan, make_plan
-from hybrid3d.reshard.plan.ready import required_optimizer_buckets
+from hybrid3d.sync.plan import required_optimizer_buckets
 from hybrid3d.watch.stalls import Wait, find_wait
 from test_reshard_box import Shape, Side, World, addresses, index, worlds
 from worlds import LocalTransport, Mailbox, Strict, run_in_threads
@@ -255,7 +255,7 @@ class Updated(Ranks):
 
 @settings(max_examples=60, deadline=None)
 @given(worlds(), st.integers(4, 300), st.booleans(), st.data())
-def test_what_moves_while_the_rest_is_updated_is_what_has_been(
+def test_transfers_during_an_update_move_only_updated_values(
     world: World, limit: int, blocks_host: bool, data: st.DataObject
 ) -> None:
     plan, names = make_plan(world.holdings, world.demand, limit), sorted(world.shapes)
@@ -271,7 +271,7 @@ def test_what_moves_while_the_rest_is_updated_is_what_has_been(
         assert ranks.wrong(values) == []
 
 
-def test_what_is_ready_first_is_moved_first_and_nobody_waits_for_whoever_waits_for_him() -> None:
+def test_parts_that_are_ready_move_first_without_mutual_waits() -> None:
     """Two ranks have one optimizer bucket and the others two; transfer buckets are small, so there are many."""
     world = large_world()
     ranks = Updated(world, make_plan(world.holdings, world.demand, 100_000), Posted)
@@ -285,7 +285,7 @@ def test_what_is_ready_first_is_moved_first_and_nobody_waits_for_whoever_waits_f
 
 @settings(max_examples=40, deadline=None)
 @given(worlds(), st.integers(4, 100))
-def test_both_ends_submit_the_messages_between_them_in_the_same_order(world: World, limit: int) -> None:
+def test_messages_are_submitted_in_same_order_at_both_ends(world: World, limit: int) -> None:
     """NCCL has no tags, so the order of messages must be the same at both ends."""
     ranks = Ranks(world, make_plan(world.holdings, world.demand, limit))
     ranks.run(canonical(world, 1))
@@ -346,7 +346,7 @@ class FlipsOneBit(Strict):
         super().submit_send(tensor, dst, tag)
 
 
-def test_one_flipped_bit_is_seen() -> None:
+def test_flipped_bit_in_a_message_is_seen() -> None:
     world, values = large_world(), canonical(large_world(), 1)
     plan = make_plan(world.holdings, world.demand, MIB)
     ranks = Ranks(world, plan, FlipsOneBit)
@@ -373,7 +373,7 @@ def one_converted() -> World:
     return world
 
 
-def test_what_is_there_already_needs_no_transport_and_no_staging() -> None:
+def test_local_values_need_no_transport_and_no_staging() -> None:
     world, values = one_converted(), canonical(one_converted(), 1)
     ranks = Ranks(world, make_plan(world.holdings, world.demand, 4), Nothing)
     assert ranks.run(values) == [ExecutionReport(received_bytes=0, staging_bytes=0)]
@@ -382,7 +382,7 @@ def test_what_is_there_already_needs_no_transport_and_no_staging() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(worlds(), st.integers(0, 99))
-def test_a_load_is_copied_to_every_rank(world: World, seed: int) -> None:
+def test_load_is_copied_to_every_rank(world: World, seed: int) -> None:
     """`FILES` holds every tensor; values are converted, strided and in layers."""
     values, dtypes = canonical(world, seed), {p.name: p.dtype for ps in world.held.pieces.values() for p in ps}
     files = {name: value.to(getattr(torch, dtypes[name])) for name, value in values.items()}
@@ -397,7 +397,7 @@ def test_a_load_is_copied_to_every_rank(world: World, seed: int) -> None:
         assert unlike(wanted, truth(world, rank, values)) == []
 
 
-def test_a_local_copy_needs_both_pieces() -> None:
+def test_local_copy_needs_both_pieces() -> None:
     world = World({"t": (4,)}, Side(2), Side(2))
     world.held.add(0, "t", Box.full((4,)))
     world.wanted.add(1, "t", Box.full((4,)))

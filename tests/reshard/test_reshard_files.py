@@ -70,7 +70,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, NamedTensor
     return folder, dict(model.state_dict())
 
 
-def test_the_index_of_one_file_is_what_safetensors_says(mixed: Path) -> None:
+def test_index_of_one_file_is_what_safetensors_says(mixed: Path) -> None:
     dtypes = {n: str(t.dtype).removeprefix("torch.") for n, t in MIXED.items()}
     with safetensors.safe_open(mixed / SINGLE_FILE, framework="pt") as opened:
         shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
@@ -78,7 +78,7 @@ def test_the_index_of_one_file_is_what_safetensors_says(mixed: Path) -> None:
     assert shapes.keys() == MIXED.keys()
 
 
-def test_the_index_of_several_files_is_transformers_own(sharded: tuple[Path, NamedTensors]) -> None:
+def test_index_of_several_files_is_transformers_own(sharded: tuple[Path, NamedTensors]) -> None:
     folder, state = sharded
     theirs = json.loads((folder / INDEX_FILE).read_text())["weight_map"]
     assert len(set(theirs.values())) > 2
@@ -89,7 +89,7 @@ def test_the_index_of_several_files_is_transformers_own(sharded: tuple[Path, Nam
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_a_slice_has_the_right_bits(mixed: Path, data: st.DataObject) -> None:
+def test_slice_has_the_right_bits(mixed: Path, data: st.DataObject) -> None:
     entries = files.read_index(mixed)
     with CheckpointReader(mixed, entries) as reader:
         for whole in files.file_pieces(entries):
@@ -126,7 +126,7 @@ class Recorded:
         return Slice()
 
 
-def test_a_rank_reads_only_what_it_wants(sharded: tuple[Path, NamedTensors], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_reads_only_what_it_wants(sharded: tuple[Path, NamedTensors], monkeypatch: pytest.MonkeyPatch) -> None:
     """The last of two pipeline stages and TP ranks loads rows, columns, a strided view, another dtype and padding."""
     monkeypatch.setattr(files, "safe_open", Recorded)
     monkeypatch.setattr(Recorded, "elements", Counter(), raising=False)
@@ -170,7 +170,7 @@ def export(folder: Path, tensors: NamedTensors, max_file_bytes: int = 10**9) -> 
 
 
 @pytest.mark.parametrize("max_file_bytes", [10**9, 100])
-def test_four_holders_export_every_dtype(tmp_path: Path, max_file_bytes: int) -> None:
+def test_export_by_four_holders_writes_every_dtype(tmp_path: Path, max_file_bytes: int) -> None:
     tensors = {**MIXED, "nothing": torch.zeros(0, 4)}
     entries = export(tmp_path, tensors, max_file_bytes)
     written = sorted(tmp_path.glob("*.safetensors"))
@@ -263,9 +263,7 @@ CUT = rf"{SINGLE_FILE} is damaged or truncated"
         (INDEX_FILE, weight_map(None), NO_INDEX),
     ],
 )
-def test_an_unreadable_checkpoint_names_the_file(
-    tmp_path: Path, file: str, content: bytes | None, message: str
-) -> None:
+def test_unreadable_checkpoint_names_the_file(tmp_path: Path, file: str, content: bytes | None, message: str) -> None:
     (tmp_path / SINGLE_FILE).write_bytes(WHOLE)
     if content is None:
         (tmp_path / file).unlink()
@@ -276,7 +274,7 @@ def test_an_unreadable_checkpoint_names_the_file(
     assert str(tmp_path) in str(caught.value)
 
 
-def test_the_index_decides_which_of_two_files_a_tensor_is_in(tmp_path: Path) -> None:
+def test_index_decides_which_of_two_files_a_tensor_is_in(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "1.safetensors")
     save_file({"a": torch.zeros(2), "b": torch.ones(2)}, tmp_path / "2.safetensors")  # as an editing tool may leave it
     (tmp_path / INDEX_FILE).write_bytes(weight_map({"a": "1.safetensors", "b": "2.safetensors"}))
@@ -296,7 +294,7 @@ def test_missing_tensors_are_named(mixed: Path, tmp_path: Path) -> None:
         files.export_files(tmp_path, entries, {0: Holdings(())}, ends.NoSource(), rank=0)
 
 
-def test_an_export_never_overwrites_a_checkpoint(mixed: Path) -> None:
+def test_export_never_overwrites_a_checkpoint(mixed: Path) -> None:
     before = (mixed / SINGLE_FILE).read_bytes()
     with pytest.raises(FileExistsError, match=f"{mixed} holds a checkpoint already"):
         files.create_files(mixed, entries_of({"a": torch.zeros(2)}))

@@ -36,12 +36,12 @@ def place_of(box: Box) -> tuple[slice, ...]:
     return tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
 
 
-def test_the_generator_is_split_mix_64() -> None:
+def test_generator_is_split_mix_64() -> None:
     """The first numbers from seed 0 in Vigna's reference implementation, made odd."""
     assert [split_mix(n, 0) for n in range(2)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4 | 1]
 
 
-def test_it_is_the_sum_that_it_says() -> None:
+def test_fingerprint_is_the_sum_that_it_says() -> None:
     values = torch.randn(3, 4)
     expected = sum(
         struct.unpack("<i", struct.pack("<f", values[i, j]))[0] * split_mix(i + 5, 0) * split_mix(j + 2, 1)
@@ -69,7 +69,7 @@ def test_boxes_add_up(shape: tuple[int, ...], dtype: torch.dtype, limit: int, ch
 
 @settings(max_examples=200, deadline=None)
 @given(dtype=st.sampled_from([torch.float32, torch.bfloat16]), data=st.data())
-def test_any_flipped_bit_changes_it(dtype: torch.dtype, data: st.DataObject) -> None:
+def test_fingerprint_changes_with_any_flipped_bit(dtype: torch.dtype, data: st.DataObject) -> None:
     values = torch.randn(6, 7).to(dtype)
     before = number(values, Box.full((6, 7)))
     bits = values.view(module.INTEGERS[values.itemsize])

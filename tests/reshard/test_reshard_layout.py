@@ -140,7 +140,7 @@ def test_views_along_the_dims_are_boxes(case: Case, data: st.DataObject) -> None
 
 @settings(max_examples=120, deadline=None)
 @given(chains(MERGES, ANY, ANY), st.data())
-def test_any_view_is_replayed_exactly_or_refused(case: Case, data: st.DataObject) -> None:
+def test_boxes_of_copy_replay_any_view_exactly_or_refuse(case: Case, data: st.DataObject) -> None:
     canonical, source = case
     target = data.draw(destination_like(source))
     try:
@@ -202,7 +202,7 @@ def test_dims_of_one_and_scalars() -> None:
         X[:, :1].expand(4, 6),  # one element read six times
     ],
 )
-def test_a_view_that_is_no_box_is_refused(source: torch.Tensor) -> None:
+def test_view_that_is_no_box_is_refused(source: torch.Tensor) -> None:
     with pytest.raises(ValueError, match=r"is no box|runs along no dim"):
         boxes(X, source, torch.empty(source.shape))
 

@@ -24,7 +24,7 @@ class ReleasedBuffer(DeviceBuffer):
         return self._bytes.untyped_storage().nbytes()
 
 
-def test_on_a_cpu_memory_is_kept() -> None:
+def test_device_buffer_on_a_cpu_keeps_its_memory() -> None:
     memory = DeviceBuffer(64, "cpu")
     view = memory.flat_view(8, 16, torch.float32)
     view.copy_(torch.arange(4.0))
@@ -66,7 +66,7 @@ def test_views_stay_right_though_memory_is_given_back() -> None:
         assert all((other == number).all() for number, other in enumerate(others))
 
 
-def test_a_tensor_that_lies_in_memory_is_known() -> None:
+def test_tensor_that_lies_in_memory_is_known() -> None:
     memory, other = ReleasedBuffer(64, "cpu"), DeviceBuffer(64, "cpu")
     view = memory.flat_view(8, 16, torch.float32)
     strided, copy = view[1:].as_strided((1, 2), (5, 2)), view.clone()
@@ -78,7 +78,7 @@ def test_a_tensor_that_lies_in_memory_is_known() -> None:
         memory.release()
 
 
-def test_what_lies_behind_is_aligned() -> None:
+def test_align_up_gives_the_next_aligned_offset() -> None:
     assert [align_up(n) for n in (0, 1, ALIGNMENT - 1, ALIGNMENT, ALIGNMENT + 1)] == [
         0,
         *[ALIGNMENT] * 3,

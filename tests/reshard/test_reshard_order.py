@@ -54,7 +54,7 @@ STAGES = st.fixed_dictionaries({None: st.just(0), 0: st.integers(0, 2), 2: st.in
 
 @RANDOM
 @given(st.sets(NAMES, min_size=1), st.sets(st.integers(-1, 40), min_size=1, max_size=8), STAGES)
-def test_keys_are_unique_and_each_reader_s_rounds_are_its_layers(names: set[str], readers: set[int], stages) -> None:
+def test_keys_are_unique_and_rounds_are_the_reader_s_layers(names: set[str], readers: set[int], stages) -> None:
     order, layers = Order(names, readers, stages), by_layer(names)
     keys = {order.key(*of): of for of in itertools.product(names, readers, range(3))}
     assert len(keys) == len(names) * len(readers) * 3
@@ -94,7 +94,7 @@ def test_readers_begin_at_different_stages_and_at_different_tensors(
         assert len(begins) == min(readers, count)
 
 
-def test_readers_take_the_first_layers_of_all_stages_before_the_second_ones() -> None:
+def test_readers_take_first_layers_of_all_stages_before_second_ones() -> None:
     world = World({}, Side(5), Side(5))
     for layer, holder in (("layers.0.", 4), ("layers.1.", 4), ("layers.2.", 3), ("layers.10.", 3), ("", 4)):
         world.held.add(holder, f"{layer}t0", Box.full((4,)))
@@ -113,7 +113,7 @@ def test_readers_take_the_first_layers_of_all_stages_before_the_second_ones() ->
 
 @RANDOM
 @given(worlds(), st.integers(4, 100), st.integers(1, 3), st.booleans())
-def test_both_ends_have_a_transfer_under_one_key_of_its_own(
+def test_transfers_have_one_key_of_their_own_at_both_ends(
     world: World, limit: int, per_node: int, relays: bool
 ) -> None:
     routes = Routes(rank_groups(world.holdings), rank_groups(world.demand), limit, per_node, relays)
@@ -131,7 +131,7 @@ def test_both_ends_have_a_transfer_under_one_key_of_its_own(
 
 @RANDOM
 @given(worlds(), st.integers(4, 100))
-def test_a_rank_takes_one_layer_after_another_and_one_in_a_bucket(world: World, limit: int) -> None:
+def test_rank_takes_layers_in_turn_and_one_in_a_bucket(world: World, limit: int) -> None:
     for rank, part in make_plan(world.holdings, world.demand, limit).items():
         taken = [layer_in(t.name) for t in part.transfers if t.dst == rank]
         in_turn = [layer for layer, _ in itertools.groupby(taken)]
@@ -143,7 +143,7 @@ def test_a_rank_takes_one_layer_after_another_and_one_in_a_bucket(world: World, 
 
 @RANDOM
 @given(worlds(), st.integers(4, 100), st.integers(1, 3))
-def test_buckets_end_at_the_same_keys_on_all_ranks_and_none_too_early(world: World, limit: int, per_node: int) -> None:
+def test_buckets_end_at_same_keys_everywhere_and_none_too_early(world: World, limit: int, per_node: int) -> None:
     """A bucket ends with its round, or before a transfer that would exceed the limit on some rank."""
     routes = Routes(rank_groups(world.holdings), rank_groups(world.demand), limit, per_node)
     pieces = LocalPieces(world.holdings, world.demand)
@@ -170,7 +170,7 @@ def test_buckets_end_at_the_same_keys_on_all_ranks_and_none_too_early(world: Wor
 
 @RANDOM
 @given(worlds(), st.integers(4, 100))
-def test_no_bucket_exceeds_the_limit_on_any_rank(world: World, limit: int) -> None:
+def test_buckets_do_not_exceed_the_limit_on_any_rank(world: World, limit: int) -> None:
     for part in make_plan(world.holdings, world.demand, limit).values():
         for bucket in part.buckets:
             assert sum(map(transferred_bytes, bucket.transfers)) <= limit
@@ -191,7 +191,7 @@ def messages_between(plan: Plan, rank: int, pair: tuple[int, int]) -> list[list[
 
 @RANDOM
 @given(worlds(), st.integers(4, 100))
-def test_both_ends_plan_the_same_messages(world: World, limit: int) -> None:
+def test_planned_messages_are_the_same_at_both_ends(world: World, limit: int) -> None:
     plan = make_plan(world.holdings, world.demand, limit)
     for src, dst in itertools.permutations(plan, 2):
         messages = messages_between(plan, src, (src, dst))
@@ -261,7 +261,7 @@ def without_remote_pieces(rank: int, part: RankPlan) -> RankPlan:
 
 @settings(max_examples=100, deadline=None)
 @given(worlds(), st.integers(4, 200), st.integers(1, 3), st.booleans())
-def test_each_rank_computes_its_part_of_the_same_plan(world: World, limit: int, per_node: int, relays: bool) -> None:
+def test_ranks_each_compute_their_part_of_the_same_plan(world: World, limit: int, per_node: int, relays: bool) -> None:
     plan, ranks = make_plan(world.holdings, world.demand, limit, per_node, relays), list(world.held.pieces)
     all_reduce_min = ThreadAllReduceMin(len(ranks))
     own = run_in_threads(lambda rank: plan_of_rank(world, rank, limit, per_node, relays, all_reduce_min), ranks)

@@ -51,7 +51,7 @@ def test_tp_to_smaller_tp_is_hybridflow_s_strided_grouping(train: int, rollout: 
 
 
 @pytest.mark.parametrize("stages", [2, 4])
-def test_with_a_pipeline_a_rank_receives_what_other_stages_hold(stages: int) -> None:
+def test_rank_receives_what_other_pipeline_stages_hold(stages: int) -> None:
     """(t p - t_g) / (t_g t p) of the model, p stages, over t_g = 2 (arXiv 2409.19256, table 2)."""
     tp, rollout = 4, 2
     ranks = tp * stages
@@ -73,7 +73,7 @@ def test_experts_go_where_they_are_held() -> None:
     assert sorted(slots) == list(range(8))
 
 
-def test_a_tp_group_stays_within_its_node() -> None:
+def test_tp_group_stays_within_its_node() -> None:
     """Engines of two nodes of four: each node gets whole groups of two, those of the experts that its ranks hold."""
     held = {rank: [shard("experts", (rank // 4 + 1) % 2, 2)] for rank in range(8)}
     missing = lacking_of(held, [[shard("experts", slot, 8)] for slot in range(8)], 4)
@@ -84,7 +84,7 @@ def test_a_tp_group_stays_within_its_node() -> None:
         assert len(nodes) == 1
 
 
-def test_what_is_no_better_stays_consecutive() -> None:
+def test_placement_stays_consecutive_where_nothing_is_better() -> None:
     held = {rank: [shard("w", rank % 2, 2)] for rank in range(4)}
     missing = lacking_of(held, [[shard("w", slot, 2)] for slot in range(2)], 4)
     assert assign_slots(missing, 2, 2, 4).tolist() == [0, 1, 2, 3]
@@ -92,7 +92,7 @@ def test_what_is_no_better_stays_consecutive() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.sampled_from([(4, 2), (4, 4), (2, 2), (6, 3), (4, 1)]))
-def test_no_placement_of_a_node_moves_less(data: st.DataObject, sizes: tuple[int, int]) -> None:
+def test_assigned_slots_move_least_of_all_placements_of_a_node(data: st.DataObject, sizes: tuple[int, int]) -> None:
     """All placements of up to six ranks, with random holdings: none costs less, and what is counted is the bound."""
     ranks, slots = sizes
     parts = st.integers(0, 3)

@@ -22,7 +22,7 @@ RANDOM = settings(max_examples=60, deadline=None)
 
 @RANDOM
 @given(worlds(), st.integers(4, 200))
-def test_every_wanted_element_lands_once_from_a_rank_that_holds_it(world: World, limit: int) -> None:
+def test_plan_lands_every_wanted_element_once_from_a_holder(world: World, limit: int) -> None:
     plan = make_plan(world.holdings, world.demand, limit)
     check_moves(world, plan)
     check_coverage(plan, world.holdings, world.demand)
@@ -47,7 +47,7 @@ def test_received_bytes_are_the_lower_bound(world: World, limit: int, ranks_per_
 
 @RANDOM
 @given(worlds(), st.integers(1, 3))
-def test_the_nearest_rank_that_holds_an_element_gives_it(world: World, ranks_per_node: int) -> None:
+def test_nearest_rank_that_holds_an_element_gives_it(world: World, ranks_per_node: int) -> None:
     for t in transfers_of(make_plan(world.holdings, world.demand, 64, ranks_per_node)):
         holds = {r: world.has(world.held, r, t.name)[index(t.box)].any() for r in world.held.pieces}
         if t.src != t.dst:
@@ -74,7 +74,7 @@ def test_replicas_share_the_sending(replicas: int, rows: list[int]) -> None:
 
 @RANDOM
 @given(worlds(), st.integers(4, 100))
-def test_messages_carry_what_is_not_local_and_staging_is_what_they_pack(world: World, limit: int) -> None:
+def test_messages_carry_remote_transfers_and_staging_is_what_they_pack(world: World, limit: int) -> None:
     for rank, part in make_plan(world.holdings, world.demand, limit).items():
         tags: dict[tuple[int, int], list[int]] = {}
         for bucket in part.buckets:
@@ -142,7 +142,7 @@ def one_tensor(shape: Shape) -> World:
     return world
 
 
-def test_a_box_larger_than_a_bucket_is_cut_into_runs_of_rows() -> None:
+def test_box_larger_than_a_bucket_is_cut_into_row_runs() -> None:
     plan = make_plan(one_tensor((10, 6)).holdings, one_tensor((10, 6)).demand, 29 * 4)
     for rank in (0, 1):
         sizes = [[t.target.box.size for t in bucket.transfers] for bucket in plan[rank].buckets]
@@ -167,7 +167,7 @@ def test_large_boxes_travel_alone_and_small_ones_together() -> None:
     assert plan[1].staging_bytes == (together, 0)
 
 
-def test_files_at_one_end_are_local_and_own_memory_comes_first() -> None:
+def test_files_at_one_end_are_local_and_memory_comes_first() -> None:
     world = one_tensor((4, 2))
     (piece,) = world.held.pieces[0]
     load = make_plan({FILES: Holdings((piece,))}, {**world.demand, 0: Demand(())}, 4)
@@ -185,7 +185,7 @@ def test_files_at_one_end_are_local_and_own_memory_comes_first() -> None:
 
 @RANDOM
 @given(worlds())
-def test_a_load_or_an_export_is_each_rank_s_part_of_the_plan(world: World) -> None:
+def test_load_or_export_is_each_rank_s_part_of_plan(world: World) -> None:
     everything = Holdings(tuple(p for pieces in world.held.pieces.values() for p in pieces))
     load = {FILES: everything}, world.demand
     export = world.holdings, {FILES: Demand(world.holdings[0].pieces)}
@@ -195,14 +195,14 @@ def test_a_load_or_an_export_is_each_rank_s_part_of_the_plan(world: World) -> No
     assert all(t.is_local for part in plan.values() for t in part.transfers)
 
 
-def test_what_would_travel_is_no_load() -> None:
+def test_local_plan_refuses_what_would_travel() -> None:
     world = one_tensor((4, 2))
     for rank in (0, 1):
         with pytest.raises(ValueError, match="a bucket of 0 bytes holds no element of 4 bytes"):
             local_plan(rank, world.holdings, world.demand)
 
 
-def test_what_nobody_holds_is_named_with_its_box_and_rank() -> None:
+def test_unheld_tensors_are_named_with_box_and_rank() -> None:
     world = World({"a.weight": (4, 6)}, Side(3), Side(3))
     world.held.add(0, "a.weight", Box((0, 0), (4, 4)))
     world.wanted.add(2, "a.weight", Box.full((4, 6)))
@@ -213,7 +213,7 @@ def test_what_nobody_holds_is_named_with_its_box_and_rank() -> None:
     assert "b.weight [0] + [2], wanted by rank 1" in str(caught.value)
 
 
-def test_a_tensor_that_one_side_alone_has_is_named() -> None:
+def test_tensor_that_one_side_alone_has_is_named() -> None:
     pieces = [Piece(f"t{i:02}", Box.full((2,)), View("x", 2 * i, (1,)), "float32") for i in range(30)]
     few, all_of_them = Holdings(tuple(pieces[:3])), Holdings(tuple(pieces))
     wants_few, wants_all = Demand(few.pieces), Demand(all_of_them.pieces)
@@ -236,7 +236,7 @@ def test_wanting_an_element_twice_is_refused() -> None:
 
 @RANDOM
 @given(worlds(), st.integers(4, 200))
-def test_the_order_of_dicts_does_not_matter(world: World, limit: int) -> None:
+def test_order_of_dicts_does_not_matter(world: World, limit: int) -> None:
     """Every rank computes the plan separately, so the result must not depend on the order of inputs."""
     plan = make_plan(world.holdings, world.demand, limit, 2)
     assert make_plan(world.holdings, world.demand, limit, 2) == plan

@@ -130,7 +130,7 @@ def test_pieces_of_rows_that_follow_are_one_region() -> None:
     assert torch.equal(whole_of([rank], (256, 128))[0], whole_of([one], (256, 128))[0])
 
 
-def test_other_tensors_are_left_alone() -> None:
+def test_quantized_holdings_leave_other_tensors_alone() -> None:
     names = [
         "model.embed_tokens.weight",
         "model.layers.0.mlp.gate.weight",

@@ -108,9 +108,7 @@ def test_network_bytes_and_received_bytes_are_their_bounds(case: tuple[World, in
 
 @RANDOM
 @given(nodes(), LIMITS)
-def test_a_box_is_handed_on_after_it_has_arrived_and_before_its_layer_is_closed(
-    case: tuple[World, int], limit: int
-) -> None:
+def test_box_is_relayed_after_arrival_and_before_its_layer_closes(case: tuple[World, int], limit: int) -> None:
     world, per_node = case
     plan = planned(world, per_node, limit)
     for rank, part in plan.items():
@@ -136,7 +134,7 @@ def test_a_box_is_handed_on_after_it_has_arrived_and_before_its_layer_is_closed(
 
 @pytest.mark.parametrize(("rows", "limit"), [(16, 1 << 20), (16, 64), (3, 1 << 20), (1, 1 << 20)])
 @pytest.mark.parametrize("replicas", [2, 4])
-def test_the_ranks_of_a_node_receive_equal_shares(rows: int, limit: int, replicas: int) -> None:
+def test_ranks_of_a_node_receive_equal_shares(rows: int, limit: int, replicas: int) -> None:
     """Rank 0 holds all, on a node of its own; the ranks of the other node want all of it."""
     world = World({f"layers.{i}.t": (rows, 4) for i in range(4)}, Side(2 * replicas), Side(2 * replicas))
     for name, shape in world.shapes.items():
@@ -153,7 +151,7 @@ def test_the_ranks_of_a_node_receive_equal_shares(rows: int, limit: int, replica
     assert plan[0].sent_bytes == total
 
 
-def test_without_a_second_reader_on_a_node_relays_change_nothing() -> None:
+def test_relays_change_nothing_without_a_second_reader_on_a_node() -> None:
     world = World({"layers.0.a": (8, 4), "b": (6,)}, Side(4), Side(4))
     for i, (name, shape) in enumerate(world.shapes.items()):
         world.held.add(i, name, Box.full(shape))
@@ -184,7 +182,7 @@ def changed(plan: Plan, old: Transfer, *new: Transfer) -> Plan:
 
 @RANDOM
 @given(nodes(), st.data())
-def test_a_box_that_is_handed_on_too_early_is_refused(case: tuple[World, int], data: st.DataObject) -> None:
+def test_box_that_is_handed_on_too_early_is_refused(case: tuple[World, int], data: st.DataObject) -> None:
     world, per_node = case
     plan = planned(world, per_node)
     relayed = relayed_of(plan)
@@ -223,7 +221,7 @@ def test_a_box_that_is_handed_on_too_early_is_refused(case: tuple[World, int], d
 
 @RANDOM
 @given(nodes(), st.data())
-def test_a_broken_relay_is_refused(case: tuple[World, int], data: st.DataObject) -> None:
+def test_broken_relay_is_refused(case: tuple[World, int], data: st.DataObject) -> None:
     world, per_node = case
     plan = planned(world, per_node)
     relayed = relayed_of(plan)
@@ -252,7 +250,7 @@ def test_a_broken_relay_is_refused(case: tuple[World, int], data: st.DataObject)
 
 @RANDOM
 @given(nodes(), st.data())
-def test_a_broken_share_is_refused(case: tuple[World, int], data: st.DataObject) -> None:
+def test_broken_share_is_refused(case: tuple[World, int], data: st.DataObject) -> None:
     """The check of routes, on which `hybrid3d plan` relies: what is handed on must have been received by its sender."""
     world, per_node = case
     holders, readers = rank_groups(world.holdings), rank_groups(world.demand)
@@ -286,7 +284,7 @@ def test_a_broken_share_is_refused(case: tuple[World, int], data: st.DataObject)
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 9), max_size=4).map(tuple), st.integers(1, 12))
-def test_even_parts_cover_a_box_and_differ_by_one_row(size: tuple[int, ...], count: int) -> None:
+def test_split_evenly_covers_a_box_and_sizes_differ_by_one(size: tuple[int, ...], count: int) -> None:
     box = Box((2,) * len(size), size)
     parts = box.split_evenly(count)
     shape = tuple(n + 2 for n in size)

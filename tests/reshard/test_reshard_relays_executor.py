@@ -86,7 +86,7 @@ def test_large_boxes(bucket: int, transport: Callable[..., Transport]) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(nodes(), LIMITS, st.booleans(), st.data())
-def test_what_is_handed_on_while_the_rest_is_updated_is_what_has_been(
+def test_relays_during_an_update_hand_on_only_updated_values(
     case: tuple[World, int], limit: int, blocks_host: bool, data: st.DataObject
 ) -> None:
     world, per_node = case
@@ -104,7 +104,7 @@ def test_what_is_handed_on_while_the_rest_is_updated_is_what_has_been(
 
 
 @pytest.mark.parametrize("blocks_host", [False, True])
-def test_a_sync_with_relays_begins_before_the_last_update(blocks_host: bool) -> None:
+def test_sync_with_relays_begins_before_the_last_update(blocks_host: bool) -> None:
     world = replicas_on_nodes()
     ranks = Updated(world, planned(world, 3, 100_000), Posted)
     for transport in ranks.transports:
@@ -138,7 +138,7 @@ def test_verification_of_relays_finds_nothing_where_nothing_is_wrong() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_bit_that_flips_on_any_way_is_found(seed: int) -> None:
+def test_bit_that_flips_on_any_way_is_found(seed: int) -> None:
     """Where it flips on its way to a relay, the relay reports it, and hands on what its readers then agree with."""
     draw = random.Random(seed)
     sender, at, bit = draw.randrange(6), draw.randrange(12), draw.randrange(1 << 20)
@@ -159,7 +159,7 @@ def test_a_bit_that_flips_on_any_way_is_found(seed: int) -> None:
     assert sum(map(len, found)) == 1
 
 
-def test_a_plan_without_relays_is_the_same_with_one_rank_a_node() -> None:
+def test_relays_change_nothing_with_one_rank_a_node() -> None:
     world = replicas_on_nodes()
     assert planned(world, 1, 1 << 20) == make_plan(world.holdings, world.demand, 1 << 20, 1)
 
@@ -186,7 +186,7 @@ def test_changed_elements_that_are_handed_on_land_bit_for_bit(
     assert not ranks.mailbox
 
 
-def test_few_changes_of_large_boxes_are_handed_on_as_few_bytes() -> None:
+def test_sparse_changes_of_large_boxes_are_relayed_as_few_bytes() -> None:
     world = replicas_on_nodes()
     ranks = Deltas(world, 200_000, set(world.shapes), 3, relays=True)
     values = changed(canonical(world, 0), 0.01, 1)

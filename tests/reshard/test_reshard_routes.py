@@ -66,7 +66,7 @@ def repeated(world: World, copies: int) -> Sides:
     return holdings, {rank: Demand(of(side.pieces)) for rank, side in world.demand.items()}
 
 
-def test_tensors_of_one_class_are_held_and_wanted_in_the_same_boxes() -> None:
+def test_tensors_of_one_class_share_held_and_wanted_boxes() -> None:
     held = {0: [piece("a", "x"), piece("b", "y")], 1: [piece("c", "x")]}
     holdings = {rank: Holdings(tuple(pieces)) for rank, pieces in held.items()}
     wanted = tuple(piece(name, name) for name in "abc")
@@ -83,7 +83,7 @@ def test_tensors_of_one_class_are_held_and_wanted_in_the_same_boxes() -> None:
         replace(piece("b", "y"), dtype="bfloat16"),
     ],
 )
-def test_a_class_is_of_one_place_size_and_dtype(other: Piece) -> None:
+def test_class_is_of_one_place_size_and_dtype(other: Piece) -> None:
     one = piece("a", "x")
     both = Demand((piece("a", "x", size=8), piece("b", "y", size=8)))
     apart = {("a",): 1, ("b",): 1}
@@ -93,7 +93,7 @@ def test_a_class_is_of_one_place_size_and_dtype(other: Piece) -> None:
 
 @RANDOM
 @given(worlds())
-def test_a_signature_has_everything_except_memory_locations(world: World) -> None:
+def test_signature_has_everything_except_memory_locations(world: World) -> None:
     for side in (*world.holdings.values(), *world.demand.values()):
         signature = signature_of(side)
         listed = Counter((name, *box) for boxes, names in signature.items() for name in names for box in boxes)
@@ -119,7 +119,7 @@ def test_ranks_that_shared_an_object_share_the_selected_one() -> None:
 
 @RANDOM
 @given(worlds(layers=("",)), st.integers(1, 4), st.integers(1, 3), st.booleans())
-def test_the_routes_of_one_layer_give_the_traffic_of_all_layers(
+def test_routes_of_one_layer_give_the_traffic_of_all_layers(
     world: World, copies: int, per_node: int, relays: bool
 ) -> None:
     """Traffic by sender and receiver, of one layer times the layers, against the plan of every transfer."""
@@ -180,7 +180,7 @@ def from_nobody(part: Part) -> Part:
 
 
 @pytest.mark.parametrize("spoil", [wrong_box, smaller, local, from_nobody])
-def test_a_broken_route_is_refused(spoil: Callable[[Part], Part]) -> None:
+def test_broken_route_is_refused(spoil: Callable[[Part], Part]) -> None:
     held, wanted = Side(4), Side(4)
     for rank in range(4):
         held.add(rank, "t", Box((rank * 2, 0), (2, 3)), "float32")
@@ -208,7 +208,7 @@ def sources_of(routed_class: RoutedClass, parts: dict[Box, tuple[Part, ...]]) ->
 
 @RANDOM
 @given(worlds())
-def test_an_element_that_nobody_holds_is_missing(world: World) -> None:
+def test_element_that_nobody_holds_is_missing(world: World) -> None:
     rank = next((rank for rank, side in world.demand.items() if any(p.box.numel for p in side.pieces)), None)
     assume(rank is not None)
     lost = next(p.name for p in world.demand[rank].pieces if p.box.numel)
@@ -241,7 +241,7 @@ SOME = st.sets(st.sampled_from("ab"))
     [{"a"}, {"a", "b"}, set(), set()], [{"a"}, set(), {"a", "b"}, {"a"}], 3, False
 )  # replicas on the node and elsewhere
 @given(st.lists(SOME, min_size=4, max_size=4), st.lists(SOME, min_size=4, max_size=4), st.integers(1, 4), st.booleans())
-def test_the_grouping_of_ranks_does_not_change_the_transfers(
+def test_grouping_of_ranks_does_not_change_the_transfers(
     held: list[set[str]], wanted: list[set[str]], per_node: int, relays: bool
 ) -> None:
     """Ranks with equal signatures are one group in a run, in any order, and may be several groups elsewhere."""

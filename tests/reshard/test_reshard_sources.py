@@ -72,7 +72,7 @@ def test_sums_are_there_from_complete_to_the_end(ending: str) -> None:
     assert source.changes is NOTHING_TRACKED
 
 
-def test_only_what_is_wanted_is_sent() -> None:
+def test_source_filter_sends_only_what_is_wanted() -> None:
     source = Only(plain(two()), lambda name: name != NORM)
     assert [piece.name for piece in source.holdings.pieces] == [UP]
     assert source.ready_after[UP] == 3
@@ -108,7 +108,7 @@ def test_changes_by_comparison() -> None:
     assert changes.count_changed() == 0
 
 
-def test_a_rank_without_weights_compares_nothing() -> None:
+def test_rank_without_weights_compares_nothing() -> None:
     changes = Compared(NoSource(), lambda piece: True).changes
     changes.clear()
     assert changes.check()

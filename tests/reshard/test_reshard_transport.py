@@ -7,7 +7,7 @@ from hybrid3d.reshard.move.transport import as_bytes
 
 
 @pytest.mark.parametrize("tensor", [torch.zeros(2, 3).t(), torch.zeros(4, 3)[:, :2]], ids=["transposed", "gaps"])
-def test_what_is_not_contiguous_has_no_bytes_in_a_row(tensor: torch.Tensor) -> None:
+def test_noncontiguous_tensor_is_refused_by_as_bytes(tensor: torch.Tensor) -> None:
     """The consecutive bytes would be those of other elements, and sending them would corrupt weights silently."""
     with pytest.raises(RuntimeError, match="view"):
         as_bytes(tensor)
@@ -22,6 +22,6 @@ def test_bytes_are_the_tensor_s_own_memory(shape: tuple[int, ...], dtype: str) -
     assert flat.data_ptr() == tensor.data_ptr()
 
 
-def test_a_lone_element_may_have_any_strides() -> None:
+def test_lone_element_may_have_any_strides() -> None:
     tensor = torch.arange(8.0)[2:].as_strided((1, 1), (5, 7))
     assert as_bytes(tensor).view(torch.float32).tolist() == [2.0]

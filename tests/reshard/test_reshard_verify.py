@@ -33,12 +33,12 @@ def synced(transport: Any = LocalTransport) -> list[ExecutionReport]:
     return run_in_threads(run, RANKS)
 
 
-def test_nothing_is_found_where_nothing_is_wrong() -> None:
+def test_verification_finds_nothing_where_nothing_is_wrong() -> None:
     assert [report.corrupted for report in synced()] == [()] * 4
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_bit_that_flips_in_transit_is_found_at_the_reader(seed: int) -> None:
+def test_bit_that_flips_in_transit_is_found_at_the_reader(seed: int) -> None:
     draw = random.Random(seed)
     sender, bit = draw.randrange(4), draw.randrange(1 << 20)
 
@@ -55,6 +55,6 @@ def test_a_bit_that_flips_in_transit_is_found_at_the_reader(seed: int) -> None:
     assert sum(len(wrong or ()) for wrong in found) == 1
 
 
-def test_a_sync_that_is_not_verified_says_nothing_of_it() -> None:
+def test_sync_that_is_not_verified_says_nothing_of_it() -> None:
     plan = make_plan({0: Holdings(())}, {0: Demand(())}, 1 << 20)
     assert Executor(plan[0], NamedTensors({}), NamedTensors({}), LocalTransport(0, {})).run().corrupted is None

@@ -27,7 +27,7 @@ RANKS = (10, 11, 12, 13)
 """The plan's rank of each member of the group: 10 to 12 may share memory, but 12 has none to share."""
 
 
-def test_a_buffer_can_be_mapped_while_it_exists() -> None:
+def test_buffer_can_be_mapped_while_it_exists() -> None:
     buffer = SharedBuffer(100)
     fd = buffer.fd
     mapped = map_buffer(os.getpid(), fd, 100)
@@ -38,7 +38,7 @@ def test_a_buffer_can_be_mapped_while_it_exists() -> None:
         map_buffer(os.getpid(), fd, 100)
 
 
-def test_nothing_but_memory_of_messages_is_mapped(tmp_path: Path) -> None:
+def test_map_buffer_maps_only_memory_of_messages(tmp_path: Path) -> None:
     """The number of a file descriptor in another container may be that of any file here."""
     (tmp_path / "file").write_bytes(bytes(100))
     with (tmp_path / "file").open("rb") as file, pytest.raises(OSError, match="is no memory of messages"):
@@ -199,6 +199,6 @@ def late_reader(rank: int, folder: Path, case: str) -> None:
 @pytest.mark.engines
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("case", LATE)
-def test_what_is_lent_is_not_overwritten_before_it_is_returned(tmp_path: Path, case: str) -> None:
+def test_lent_memory_is_not_overwritten_before_it_is_returned(tmp_path: Path, case: str) -> None:
     mp.spawn(late_reader, (tmp_path, case), nprocs=3)
     assert len(list(tmp_path.glob("rank*.done"))) == 3

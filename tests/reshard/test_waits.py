@@ -76,10 +76,10 @@ def member_of_two(member: int, folder: Path) -> None:
 
 @pytest.mark.engines
 @pytest.mark.timeout(120)
-def test_what_is_waited_for(tmp_path: Path) -> None:
+def test_wait_of_a_rank_is_read_from_its_stack(tmp_path: Path) -> None:
     mp.spawn(member_of_two, (tmp_path,), nprocs=2)
     assert len(list(tmp_path.glob("*.done"))) == 2
 
 
-def test_a_thread_that_only_works_waits_for_nobody() -> None:
+def test_thread_that_only_works_waits_for_nobody() -> None:
     assert find_wait(sys._getframe()) is None

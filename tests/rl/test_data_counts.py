@@ -51,7 +51,7 @@ def test_rows_are_counted(write: Write, tokenizer: Any) -> None:
     assert str(read(write(5, 0, 0), tokenizer)) == f"{path}: all 5 rows are used"
 
 
-def test_a_file_of_which_most_rows_would_be_left_out(write: Write, tokenizer: Any) -> None:
+def test_file_of_which_most_rows_would_be_left_out(write: Write, tokenizer: Any) -> None:
     path = write(fitting=10, overlong=390, broken=0)
     with pytest.raises(DataError) as caught:
         read(path, tokenizer, max_prompt_tokens=3, overlong="drop")
@@ -74,7 +74,7 @@ def test_a_file_of_which_most_rows_would_be_left_out(write: Write, tokenizer: An
         (9, 1, 90, 0.9, None),
     ],
 )
-def test_at_most_half_or_what_max_invalid_fraction_allows(
+def test_left_out_rows_stay_within_half_or_max_invalid_fraction(
     write: Write,
     tokenizer: Any,
     fitting: int,
@@ -123,7 +123,7 @@ def test_counts_go_to_the_terminal_the_events_and_every_row(write: Write, tokeni
     ]
 
 
-def test_it_ends_before_ranks_start(
+def test_run_that_leaves_out_most_rows_ends_before_ranks_start(
     demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One prompt of the demo's file is shorter than all others."""

@@ -12,8 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hybrid3d.rl.data_files import BATCH_ROWS, DataError, check_columns, read_columns
-from hybrid3d.rl.dictionary_pages import longest_row
+from hybrid3d.rl.data_files import BATCH_ROWS, DataError, check_columns, longest_row, read_columns
 
 TURNS = [{"role": "user", "content": "2+3?"}]
 
@@ -49,7 +48,7 @@ def test_lines_that_cannot_be_used(tmp_path: Path, lines: list[object], message:
         assert message in str(caught.value)
 
 
-def test_a_file_that_ended_the_process_is_a_message(tmp_path: Path) -> None:
+def test_file_that_ended_the_process_is_a_message(tmp_path: Path) -> None:
     """In a process of its own, as it was a segmentation fault in the library."""
     path = write(tmp_path, "null", {"q": "a"})
     code = f"from hybrid3d.rl.data_files import read_columns; read_columns({str(path)!r}, ['q'])"
@@ -83,7 +82,7 @@ TEXT = "x" * 500_000
 
 
 @pytest.mark.parametrize("kind", ["dictionary", "repeated", "turns"])
-def test_a_small_file_does_not_take_much_memory(tmp_path: Path, kind: str) -> None:
+def test_small_file_does_not_take_much_memory(tmp_path: Path, kind: str) -> None:
     """Its texts would be 5 GB of strings, those of the turns 1 GB."""
     rows, path = 10_000, tmp_path / "data.parquet"
     one: Any = pa.array([[{"role": "user", "content": TEXT}]] if kind == "turns" else [TEXT])
@@ -123,7 +122,7 @@ def longest(path: Path, table: pa.Table, **options: Any) -> int:
     return longest_row(path, pq.ParquetFile(path).metadata, {"q"})
 
 
-def test_a_row_expands_by_a_dictionary_only(tmp_path: Path) -> None:
+def test_row_expands_by_a_dictionary_only(tmp_path: Path) -> None:
     """A dictionary page has each text once, behind 4 bytes of its length (parquet's encoding PLAIN)."""
     path, distinct = tmp_path / "data.parquet", [f"{i:0900}" for i in range(50)]
     page = 50 * (900 + 4)

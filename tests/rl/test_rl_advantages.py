@@ -68,7 +68,7 @@ def test_centred_and_left_out_by_hand() -> None:
     assert unscaled("leave_one_out", [3.0, 0.0, 0.0], 3) == [3.0, -1.5, -1.5]
 
 
-def test_other_baselines_by_hand() -> None:
+def test_answer_baselines_match_values_worked_by_hand() -> None:
     """Lengths 1, 1, 2 weight rewards 4, 0, 2 to (4 + 0 + 4) / 4 = 2; the best leads the second by 2."""
     rewards, lengths = torch.tensor([4.0, 0.0, 2.0]), torch.tensor([1.0, 1.0, 2.0])
     answers = Answers(rewards, 3, lengths=lengths, baselines=torch.tensor([1.0, 1.0, 1.0]))
@@ -100,7 +100,7 @@ def test_whitened_against_the_statistics_module() -> None:
 MASK = torch.tensor([[0.0, 1.0, 1.0, 1.0], [0.0, 1.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0]])
 
 
-def test_a_score_comes_at_the_last_token_and_penalties_where_they_arise() -> None:
+def test_score_comes_at_last_token_and_penalties_where_they_arise() -> None:
     penalties = torch.tensor([[9.0, 0.1, 0.2, 0.3], [9.0, 0.5, 9.0, 0.25], [9.0, 9.0, 9.0, 9.0]])
     found = token_rewards(torch.tensor([1.0, 2.0, 5.0]), penalties, MASK)
     wanted = torch.tensor([[0.0, -0.1, -0.2, 0.7], [0.0, -0.5, 0.0, 1.75], [0.0, 0.0, 0.0, 0.0]])

@@ -51,7 +51,7 @@ def test_recipes_know_what_is_implemented() -> None:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_what_compares_answers_is_refused_without_two_of_them(name: str) -> None:
+def test_advantages_that_compare_answers_need_two_of_them(name: str) -> None:
     given = algorithm(name=name)
     answers = Answers(torch.tensor([1.0, 0.0]), 1, lengths=torch.ones(2), baselines=torch.zeros(2))
     combined = given.combination
@@ -62,7 +62,7 @@ def test_what_compares_answers_is_refused_without_two_of_them(name: str) -> None
         assert answer_advantages(combined.advantage, combined.advantage_scale, answers).tolist() == [1.0, 0.0]
 
 
-def test_a_setting_replaces_what_the_name_stands_for() -> None:
+def test_setting_replaces_what_the_name_stands_for() -> None:
     given = algorithm(name="gspo", clip=None, advantage="leave_one_out", advantage_scale="none")
     assert given.combination == replace(ALGORITHMS["gspo"], advantage="leave_one_out", advantage_scale="none")
     assert algorithm(name="dapo", clip=None).combination.clip_high == 0.28
@@ -71,7 +71,7 @@ def test_a_setting_replaces_what_the_name_stands_for() -> None:
     assert algorithm(name="sft", clip=None).combination == Combination()
 
 
-def test_who_needs_a_critic_groups_or_greedy_answers() -> None:
+def test_algorithm_tells_if_it_needs_critic_groups_or_greedy_answers() -> None:
     assert algorithm(name="grpo", advantage="gae", advantage_scale="whiten").uses_critic
     assert not algorithm(name="ppo", advantage="returns").uses_critic
     assert not algorithm(name="sft").uses_critic
@@ -172,7 +172,7 @@ def test_combinations_that_make_no_sense(given: str, said: str) -> None:
         ("async={max_staleness: 2, partial: continue}", "algorithm.correction.kind=truncate"),
     ],
 )
-def test_a_greedy_answer_is_an_answer_like_others(given: tuple[str, ...]) -> None:
+def test_greedy_answer_is_an_answer_like_others(given: tuple[str, ...]) -> None:
     """It is generated, and scored, wherever the samples are."""
     overrides = ["algorithm.name=remax", *given]
     assert load_recipe(ROOT / "recipes/demo-cpu.yaml", overrides).algorithm.uses_greedy_answers

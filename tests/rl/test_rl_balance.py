@@ -66,7 +66,7 @@ def cost(lengths: list[int], part: list[int], packed: bool) -> int:
 
 @settings(deadline=None)
 @given(lengths=LENGTHS, spare=st.integers(0, 100), packed=st.booleans(), more=st.integers(0, 24))
-def test_no_micro_batch_is_over_budget(lengths: list[int], spare: int, packed: bool, more: int) -> None:
+def test_micro_batches_are_never_over_budget(lengths: list[int], spare: int, packed: bool, more: int) -> None:
     budget = max(lengths) + spare
     parts = split_within_budget(lengths, budget, packed=packed)
     assert_dealt_out(lengths, parts)
@@ -103,12 +103,12 @@ def test_padded_micro_batches_are_the_fewest(lengths: list[int], spare: int) -> 
     assert len(split_within_budget(lengths, budget, packed=False)) == best
 
 
-def test_a_sequence_over_budget_is_refused_with_both_numbers() -> None:
+def test_sequence_over_budget_is_refused_with_both_numbers() -> None:
     message = "a sequence of 31 tokens does not fit into train.max_tokens_per_micro_batch=30: set it to 31 or more"
     with pytest.raises(ValueError, match=message):
         split_within_budget([5, 31], 30, packed=True)
 
 
-def test_more_micro_batches_than_sequences_are_refused() -> None:
+def test_micro_batches_beyond_the_sequences_are_refused() -> None:
     with pytest.raises(ValueError, match="2 sequences cannot be split into 3 micro batches"):
         split_within_budget([5, 6], 30, packed=False, min_parts=3)

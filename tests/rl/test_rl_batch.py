@@ -36,7 +36,7 @@ def test_written_down(batch: Batch) -> None:
     assert len(batch) == 4
 
 
-def test_what_an_environment_wrote_counts_nowhere() -> None:
+def test_environment_tokens_count_nowhere() -> None:
     own = [[True], [False], [True, False, True], []]
     batch = Batch.from_sequences(SEQUENCES, PROMPTS, loss_mask=own, pad_id=99)
     assert batch.response_mask.tolist() == [[0, 0, 1, 0], [0, 0, 0, 0], [0, 1, 0, 1], [0, 0, 0, 0]]
@@ -49,7 +49,7 @@ def test_what_an_environment_wrote_counts_nowhere() -> None:
         Batch.from_sequences(SEQUENCES, PROMPTS, loss_mask=[[True], [True], [True] * 2, []], pad_id=99)
 
 
-def test_some_rows_keep_the_width(batch: Batch) -> None:
+def test_selected_batch_rows_keep_the_width(batch: Batch) -> None:
     some = batch[2:]
     assert some.tokens.tolist() == batch.tokens[2:].tolist()
     assert some.lengths.tolist() == [4, 1]
@@ -89,7 +89,7 @@ def test_to_moves_every_tensor(batch: Batch) -> None:
         ([[]], [0], "sequence 0 of 0 tokens cannot have a prompt of 0"),
     ],
 )
-def test_what_is_no_batch(sequences: list[list[int]], prompts: list[int], message: str) -> None:
+def test_batch_refuses_sequences_that_make_none(sequences: list[list[int]], prompts: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Batch.from_sequences(sequences, prompts, pad_id=0)
 

@@ -96,7 +96,7 @@ def ids(text: str) -> list[int]:
 @pytest.mark.parametrize(
     ("template", "front"), [("<bos> $A", [BOS]), ("$A <eos>", []), ("<bos> $A <eos>", [BOS]), ("$A", [])]
 )
-def test_a_plain_prompt_keeps_bos_and_gets_no_eos(template: str, front: list[int]) -> None:
+def test_plain_prompt_keeps_bos_and_gets_no_eos(template: str, front: list[int]) -> None:
     assert encode_prompt(make_tokenizer(template), "how many apples") == front + ids("how many apples")
 
 
@@ -113,7 +113,7 @@ def test_special_tokens_written_in_the_text_stay(text: str, expected: list[int])
     assert encode_prompt(make_tokenizer("<bos> $A <eos>"), text) == expected
 
 
-def test_a_chat_prompt_ends_where_the_assistant_begins(tokenizer: Any) -> None:
+def test_chat_prompt_ends_where_the_assistant_begins(tokenizer: Any) -> None:
     assert encode_chat(tokenizer, "how many") == [BOS, USER, *ids("how many"), BOT]
     expected = tokenizer.apply_chat_template(
         [{"role": "user", "content": "how many"}], add_generation_prompt=True, tokenize=True, return_dict=False
@@ -129,7 +129,7 @@ def test_read_encodes_every_row(path: Path, tokenizer: Any) -> None:
     assert chat.examples[2].prompt_ids == (BOS, USER, ID["apples"], BOT)
 
 
-def test_a_pair_has_its_loss_on_answer_and_eos(path: Path, tokenizer: Any) -> None:
+def test_pair_has_its_loss_on_answer_and_eos(path: Path, tokenizer: Any) -> None:
     example = read(path, tokenizer).examples[1]
     tokens, prompt_length = encode_pair(tokenizer, example, max_tokens=6)
     assert tokens == (BOS, *ids("how many"), *ids("#### 3"), EOS)
@@ -139,7 +139,7 @@ def test_a_pair_has_its_loss_on_answer_and_eos(path: Path, tokenizer: Any) -> No
         encode_pair(tokenizer, example, max_tokens=5)
 
 
-def test_a_pair_needs_an_eos(path: Path, tokenizer: Any) -> None:
+def test_pair_needs_an_eos(path: Path, tokenizer: Any) -> None:
     example = read(path, tokenizer).examples[1]
     silent = make_tokenizer("<bos> $A")
     silent.eos_token = None
@@ -177,7 +177,7 @@ def test_long_prompts_are_dropped_or_lose_their_beginning(path: Path, tokenizer:
     assert (len(within.examples), within.skipped, within.truncated) == (5, {}, 0)
 
 
-def test_a_prompt_without_tokens_is_refused(write: Callable[..., Path]) -> None:
+def test_prompt_without_tokens_is_refused(write: Callable[..., Path]) -> None:
     from transformers import PreTrainedTokenizerFast
 
     class Deaf(PreTrainedTokenizerFast):  # type: ignore[misc]
@@ -189,7 +189,7 @@ def test_a_prompt_without_tokens_is_refused(write: Callable[..., Path]) -> None:
         read(write(question=["3", "?"], answer=["3", "4"]), deaf)
 
 
-def test_no_chat_template(path: Path) -> None:
+def test_missing_chat_template_is_refused(path: Path) -> None:
     with pytest.raises(DataError, match=r"data\.chat_template=true, but the tokenizer has no chat template"):
         read(path, make_tokenizer("<bos> $A"), chat_template=True)
 
@@ -266,7 +266,7 @@ def drawn(data: PromptData, steps: range, n: int) -> list[int]:
 
 @settings(deadline=None)
 @given(rows=st.integers(1, 40), n=st.integers(1, 50), seed=st.integers(0, 2**63), epochs=st.integers(1, 3))
-def test_every_epoch_is_a_permutation(rows: int, n: int, seed: int, epochs: int) -> None:
+def test_epochs_are_permutations_of_the_rows(rows: int, n: int, seed: int, epochs: int) -> None:
     data = PromptData(examples(rows), seed)
     stream = drawn(data, range(-(-rows * epochs // n)), n)
     for epoch in range(epochs):
@@ -275,7 +275,7 @@ def test_every_epoch_is_a_permutation(rows: int, n: int, seed: int, epochs: int)
 
 @settings(deadline=None)
 @given(rows=st.integers(1, 40), n=st.integers(1, 50), seed=st.integers(0, 2**31), step=st.integers(0, 10_000))
-def test_a_batch_is_a_pure_function_of_seed_and_step(rows: int, n: int, seed: int, step: int) -> None:
+def test_batch_is_a_pure_function_of_seed_and_step(rows: int, n: int, seed: int, step: int) -> None:
     """A new object that jumps to a step finds what one that walked past it, forwards and backwards, found."""
     walked = PromptData(examples(rows), seed)
     for other in (step + 1, 0, step + 40, max(0, step - 1)):
@@ -297,14 +297,14 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     assert tuple(range(50)) not in orders
 
 
-def test_every_row_comes_everywhere() -> None:
+def test_epoch_order_puts_every_row_everywhere() -> None:
     """In 3,000 epochs of 3 rows the six orders come 500 times each, give or take: 5 sigma are 102."""
     counts = Counter(epoch_order(3, 1, epoch) for epoch in range(3000))
     assert len(counts) == 6
     assert all(abs(count - 500) < 102 for count in counts.values())
 
 
-def test_the_order_is_the_same_in_every_process() -> None:
+def test_order_is_the_same_in_every_process() -> None:
     """Ranks must agree, and a run that is resumed tomorrow with the one of today: recorded once, with Python 3.11."""
     assert epoch_order(8, 1, 0) == (1, 5, 4, 2, 7, 0, 3, 6)
 
@@ -315,13 +315,13 @@ def test_the_order_is_the_same_in_every_process() -> None:
 @pytest.mark.parametrize(
     "column", [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int8(), pa.string())]
 )
-def test_every_kind_of_string_column(write: Callable[..., Path], column: pa.DataType) -> None:
+def test_string_columns_of_every_kind_are_read(write: Callable[..., Path], column: pa.DataType) -> None:
     path = write(question=pa.array(["a", "b", "a"]).cast(column), answer=["1", "2", "3"])
     assert check_columns(path, ["question", "answer"]) == 3
     assert read_columns(path, ["answer", "question"]) == [["1", "2", "3"], ["a", "b", "a"]]
 
 
-def test_a_folder_that_looks_like_a_partition(path: Path, tmp_path: Path) -> None:
+def test_folder_that_looks_like_a_partition(path: Path, tmp_path: Path) -> None:
     folder = tmp_path / "answer=5"
     folder.mkdir()
     moved = path.rename(folder / "data.parquet")
@@ -345,7 +345,7 @@ def test_columns_within_structs(write: Callable[..., Path]) -> None:
         check_columns(path, ["reward_model"])
 
 
-def test_one_column_may_serve_twice(path: Path) -> None:
+def test_column_may_serve_twice(path: Path) -> None:
     assert read_columns(path, ["answer", "answer"]) == [ANSWERS, ANSWERS]
 
 
@@ -363,7 +363,7 @@ def test_columns_that_do_not_serve(path: Path, columns: list[str], message: str)
         assert str(caught.value) == f"{path}: {message}"
 
 
-def test_no_rows(write: Callable[..., Path]) -> None:
+def test_file_without_rows_is_refused(write: Callable[..., Path]) -> None:
     path = write(question=pa.array([], pa.string()), answer=pa.array([], pa.string()))
     with pytest.raises(DataError) as caught:
         check_columns(path, ["question"])
@@ -381,7 +381,7 @@ def test_rows_that_say_nothing(write: Callable[..., Path], tokenizer: Any, value
     )
 
 
-def test_a_few_broken_rows_are_skipped_and_counted(write: Callable[..., Path], tokenizer: Any) -> None:
+def test_broken_rows_that_are_few_are_skipped_and_counted(write: Callable[..., Path], tokenizer: Any) -> None:
     """2 of 200 rows are 1 %, which is allowed; 3 are more."""
     questions: list[str | None] = ["how many"] * 200
     questions[7], questions[150] = None, ""
@@ -403,13 +403,13 @@ def test_a_few_broken_rows_are_skipped_and_counted(write: Callable[..., Path], t
     )
 
 
-def test_no_row_is_left(write: Callable[..., Path], tokenizer: Any) -> None:
+def test_data_without_usable_rows_is_refused(write: Callable[..., Path], tokenizer: Any) -> None:
     path = write(question=["how many", ""], answer=["7", "7"])
     with pytest.raises(DataError, match="no row can be used: 1 broken, 1 too long"):
         read(path, tokenizer, overlong="drop", max_invalid_fraction=0.5, max_prompt_tokens=2)
 
 
-def test_no_such_file(tmp_path: Path) -> None:
+def test_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         check_columns(tmp_path / "none.parquet", ["a"])
     assert str(caught.value) == f"{tmp_path}/none.parquet: no such file"
@@ -425,7 +425,7 @@ def test_files_that_are_not_parquet(tmp_path: Path, content: bytes) -> None:
         check_columns(tmp_path, ["question"])
 
 
-def test_a_file_cut_anywhere_is_a_data_error(path: Path) -> None:
+def test_file_cut_anywhere_is_a_data_error(path: Path) -> None:
     whole = path.read_bytes()
     for size in range(0, len(whole), 7):
         path.write_bytes(whole[:size])
@@ -433,7 +433,7 @@ def test_a_file_cut_anywhere_is_a_data_error(path: Path) -> None:
             check_columns(path, ["question"])
 
 
-def test_a_byte_changed_anywhere_is_a_data_error_or_harmless(path: Path) -> None:
+def test_byte_changed_anywhere_is_a_data_error_or_harmless(path: Path) -> None:
     """No format without checksums can do better; what must not come is a traceback from inside pyarrow."""
     whole = path.read_bytes()
     refused = 0

@@ -71,9 +71,7 @@ def test_gradient_in_expectation(name: str, policies: tuple[Tensor, Tensor]) -> 
 
 
 @pytest.mark.parametrize(("name", "share"), [("k1", 1.0), ("k2", 0.05), ("k3", 0.05)])
-def test_in_the_reward_only_k1_holds_a_policy_that_is_close(
-    name: str, share: float, policies: tuple[Tensor, Tensor]
-) -> None:
+def test_reward_kl_holds_a_close_policy_only_with_k1(name: str, share: float, policies: tuple[Tensor, Tensor]) -> None:
     """E[estimate x gradient of log policy], beside the gradient of KL(policy || reference)."""
     logits, _ = policies
     policy = logits.log_softmax(0)
@@ -105,7 +103,7 @@ def low_var_kl(logprob: torch.Tensor, ref_logprob: torch.Tensor) -> torch.Tensor
     return (kl.exp() - kl - 1).clamp(-10, 10)
 
 
-def test_k3_is_bounded_as_in_verl_unless_the_recipe_says_otherwise() -> None:
+def test_k3_is_bounded_as_in_verl_unless_recipe_says_otherwise() -> None:
     logprobs = torch.tensor([[-9.0, -4.0, -2.0, -1.0, -30.0]], requires_grad=True)
     reference, mask = torch.tensor([[-1.0, -1.0, -1.5, -6.0, -1.0]]), torch.ones(1, 5)
     for kl in (Kl(where="loss", coef=0.1), Kl(where="reward", estimator="k3", coef=0.1)):
@@ -119,7 +117,7 @@ def test_k3_is_bounded_as_in_verl_unless_the_recipe_says_otherwise() -> None:
     assert [kl.effective_clamp for kl in others] == [None] * 3
 
 
-def test_only_k3_is_bounded_and_at_20() -> None:
+def test_k3_alone_is_bounded_and_at_20() -> None:
     """exp(20) - 1 - 20 = 485165174.41 and exp(-20) - 1 + 20 = 19.000000002; below 20 nothing is."""
     policy, reference = torch.tensor([[-100.0, 0.0, -19.0]]), torch.tensor([[0.0, -100.0, 0.0]])
     values = {name: token_kl(name, policy, reference, torch.ones(1, 3))[0].tolist() for name in ESTIMATORS}
@@ -133,7 +131,7 @@ def test_unknown_estimator() -> None:
         token_kl("k4", ONES, ONES, ONES)
 
 
-def test_the_controller_is_that_of_the_paper() -> None:
+def test_controller_is_that_of_the_paper() -> None:
     """arXiv 1909.08593, section 2.2: e = clip(KL / target - 1, -0.2, 0.2), beta *= 1 + 0.1 e: ten batches a horizon."""
     control = KlController(coef=0.2, target=6.0, horizon=640)
     control.observe(6.6, answers=64)  # e = 0.1
@@ -144,13 +142,13 @@ def test_the_controller_is_that_of_the_paper() -> None:
     assert control.coef == pytest.approx(0.2 * 1.01 * 1.02 * 0.99)
 
 
-def test_without_a_target_the_coefficient_stays() -> None:
+def test_kl_coefficient_without_a_target_stays() -> None:
     control = KlController(coef=0.2)
     control.observe(60.0, answers=64)
     assert control.coef == 0.2
 
 
-def test_a_kl_that_is_no_number_moves_nothing() -> None:
+def test_kl_that_is_no_number_moves_nothing() -> None:
     control = KlController(coef=0.2, target=6.0, horizon=640)
     control.observe(math.nan, answers=64)
     assert control.coef == 0.2

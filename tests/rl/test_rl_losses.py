@@ -119,7 +119,7 @@ def gradient_of(loss: Callable[[Tensor, slice], Tensor], parts: list[slice], log
     seed=st.integers(0, 1000),
     algorithm=st.sampled_from(["grpo", "sft"]),
 )
-def test_any_split_has_the_loss_and_gradient_of_the_whole(cuts: list[int], seed: int, algorithm: str) -> None:
+def test_loss_and_gradient_of_any_split_equal_the_whole(cuts: list[int], seed: int, algorithm: str) -> None:
     """Parts of unequal size and with unequal shares of padding, empty ones too."""
     logits, old, advantages, mask = random_batch(12, 6, seed)
     tokens = int(mask.sum())
@@ -157,13 +157,13 @@ def test_sft_loss_is_torchs_cross_entropy() -> None:
     torch.testing.assert_close(masked_sum(losses, mask) / 4, expected)
 
 
-def test_one_advantage_a_token() -> None:
+def test_policy_loss_needs_one_advantage_a_token() -> None:
     logprobs, old, _, mask = random_batch(2, 3, seed=4)
     with pytest.raises(ValueError, match=r"expected advantages \(2, 3\), one per token, got \(2,\)"):
         policy_loss(logprobs, old, torch.zeros(2), mask, PPO)
 
 
-def test_the_upper_clip_may_be_another() -> None:
+def test_upper_clip_may_be_another() -> None:
     logprobs = torch.tensor([[math.log(1.25), math.log(1.35), math.log(0.7)]], dtype=torch.float64)
     advantages = torch.tensor([[1.0, 1.0, -1.0]], dtype=torch.float64)
     ones = torch.ones(1, 3, dtype=torch.float64)
@@ -172,7 +172,7 @@ def test_the_upper_clip_may_be_another() -> None:
     assert stats["clip_fraction"] == 2
 
 
-def test_the_second_clip_holds_where_a_ratio_ran_away() -> None:
+def test_second_clip_holds_where_a_ratio_ran_away() -> None:
     """A = -1: at r = 2 the loss is r, at r = 10 it is 3 and has no gradient. A = 1 at r = 10 is held by the first."""
     logprobs = torch.tensor([[2.0, 10.0, 10.0]], dtype=torch.float64).log().requires_grad_()
     advantages = torch.tensor([[-1.0, -1.0, 1.0]], dtype=torch.float64)
@@ -183,7 +183,7 @@ def test_the_second_clip_holds_where_a_ratio_ran_away() -> None:
     assert stats["dual_clip_fraction"] == 1
 
 
-def test_a_sequence_has_one_ratio() -> None:
+def test_sequence_has_one_ratio() -> None:
     """GSPO: (p1 p2 / q1 q2)^(1/2), here ln: (0.3 - 0.1) / 2 = 0.1; each token's gradient is r A / |y|, |y| times."""
     logprobs = torch.tensor([[5.0, 0.3, -0.1, 5.0]], dtype=torch.float64, requires_grad=True)
     mask = torch.tensor([[0.0, 1.0, 1.0, 0.0]], dtype=torch.float64)
@@ -209,12 +209,12 @@ def test_means_by_hand(aggregation: Aggregation, wanted: float) -> None:
     assert float((losses * weights[:, None]).sum() / 4) == pytest.approx(wanted)
 
 
-def test_an_empty_answer_weighs_nothing() -> None:
+def test_empty_answer_weighs_nothing() -> None:
     assert answer_weights("sequence", torch.tensor([2, 0]), max_tokens=8).tolist() == [0.5, 0.0]
 
 
 @pytest.mark.parametrize("aggregation", get_args(Aggregation))
-def test_an_answer_weighs_as_much_in_several_sequences_as_in_one(aggregation: Aggregation) -> None:
+def test_answer_weighs_as_much_in_several_sequences_as_in_one(aggregation: Aggregation) -> None:
     """Answer 0 has two branches, of 1 and 2 tokens, and one that fills the batch; answer 1 is not branched."""
     lengths, answers = torch.tensor([1, 2, 1, 0]), torch.tensor([0, 0, 1, 0])
     weights = answer_weights(aggregation, lengths, max_tokens=8, answers=answers)
@@ -235,7 +235,7 @@ def test_rows_of_no_answer_weigh_nothing(aggregation: Aggregation, trained: torc
 
 
 @pytest.mark.parametrize("aggregation", get_args(Aggregation))
-def test_what_is_not_trained_on_is_not_part_of_the_mean(aggregation: Aggregation) -> None:
+def test_untrained_answers_are_not_part_of_the_mean(aggregation: Aggregation) -> None:
     """The sum over the tokens of all sequences, divided by their number, is the mean over those that are trained on."""
     lengths, losses = torch.tensor([3, 1, 2]), torch.tensor([6.0, 50.0, 10.0])  # sums over tokens
     weights = answer_weights(aggregation, lengths, 8, torch.tensor([0, 1, 2]), torch.tensor([True, False, True]))

@@ -184,7 +184,7 @@ def test_gae(case: dict[str, Any]) -> None:
         close(returns[row, : len(of_returns)], of_returns)
 
 
-def test_without_values_returns_are_those_of_lambda_1() -> None:
+def test_returns_without_values_are_those_of_lambda_1() -> None:
     batch = tensors(PPO["batch"])
     case = next(case for case in PPO["gae"] if case["settings"]["lambda"] == case["settings"]["gamma"] == 1)
     close(returns_to_go(batch["token_rewards"], batch["mask"], gamma=1.0), case["outputs"]["returns"], batch["mask"])

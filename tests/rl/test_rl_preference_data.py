@@ -33,7 +33,7 @@ def read(path: Path, tokenizer: Any, **settings: Any) -> PairData:
     return PairData.read_pairs(path, tokenizer, **{**limits, **columns, **settings})
 
 
-def test_both_answers_follow_the_prompt_and_end_with_eos(write: Write, tokenizer: Any) -> None:
+def test_pair_answers_follow_the_prompt_and_end_with_eos(write: Write, tokenizer: Any) -> None:
     data = read(write(question=QUESTIONS, chosen=CHOSEN, rejected=REJECTED), tokenizer)
     prompt = (BOS, *ids("how many apples"))
     assert data.examples[0] == Pair(
@@ -105,12 +105,12 @@ def test_broken_pairs(write: Write, tokenizer: Any, chosen: Any, rejected: Any, 
     assert data.skipped == {"broken": 1}
 
 
-def test_a_missing_column(write: Write, tokenizer: Any) -> None:
+def test_missing_column(write: Write, tokenizer: Any) -> None:
     with pytest.raises(DataError, match=r"no column 'rejected'; the columns there: question, chosen"):
         read(write(question=QUESTIONS, chosen=CHOSEN), tokenizer)
 
 
-def test_a_tokenizer_without_eos(write: Write) -> None:
+def test_tokenizer_without_eos(write: Write) -> None:
     silent = make_tokenizer("$A")
     silent.eos_token = None
     with pytest.raises(DataError, match="has no EOS token"):
@@ -141,7 +141,7 @@ def test_answers_that_leave_no_room_for_a_prompt(write: Write, tokenizer: Any) -
         read(path, tokenizer, max_tokens=6, overlong="drop")
 
 
-def test_what_a_recipe_reads(demo: Path) -> None:
+def test_recipe_reads_preference_pairs(demo: Path) -> None:
     def recipe_of(*overrides: str) -> Recipe:
         files = [f"data.train={demo}/preferences.parquet", f"data.eval={demo}/preferences-eval.parquet"]
         return load_recipe(ROOT / "recipes/demo-preferences.yaml", [f"model.path={demo}/base", *files, *overrides])
@@ -161,7 +161,7 @@ def test_what_a_recipe_reads(demo: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo"])
-def test_a_sequence_needs_room_in_a_micro_batch(demo: Path, name: str) -> None:
+def test_sequence_needs_room_in_a_micro_batch(demo: Path, name: str) -> None:
     of_name = {"sft": ("demo-warmup", "warmup", "eval"), "dpo": ("demo-preferences", "preferences", "preferences-eval")}
     recipe, train, held_out = of_name[name]
     overrides = [f"model.path={demo}/base", "rollout=null", "train.max_tokens_per_micro_batch=9"]

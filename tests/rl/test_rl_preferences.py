@@ -79,7 +79,7 @@ def gradient(batch: Batch, logprobs: Tensor, weights: Tensor) -> Tensor:
     return values.grad
 
 
-def test_every_loss_has_numbers() -> None:
+def test_preference_losses_all_have_numbers() -> None:
     assert {settings_of(case).loss_type for case in CASES} == {*PREFERENCE_LOSSES}
 
 
@@ -115,7 +115,7 @@ def test_padding_may_hold_anything(kind: str) -> None:
     assert noisy.sums() == scores.sums()
 
 
-def test_the_sft_term_is_of_chosen_answers_alone() -> None:
+def test_sft_term_is_of_chosen_answers_alone() -> None:
     settings = PreferenceSettings("hinge", beta=1e-9, sft_coef=0.5)  # a hinge without slope to speak of
     scores, batch, _ = scored("ragged", settings)
     weights = token_weights(scores.slopes, settings, 4, int(batch.response_mask[0::2].sum()), 33)

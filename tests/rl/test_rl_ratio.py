@@ -31,7 +31,7 @@ def gradient_of(logprobs: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
     return losses.detach(), gradient
 
 
-def test_a_masked_token_of_gspo_has_no_gradient() -> None:
+def test_masked_token_of_gspo_has_no_gradient() -> None:
     """Mean log-ratio (0.3 - 0.1 + 0.2 + 0) / 4 = 0.1, A = 2: -2 exp(0.1) at each token that counts, 0 at the other."""
     logprobs = torch.tensor([[0.3, -0.1, 0.2, 0.0]], dtype=torch.float64)
     weights = torch.tensor([[1.0, 0.0, 1.0, 1.0]], dtype=torch.float64)
@@ -51,7 +51,7 @@ def test_weights_of_gspo_act_on_their_own_token() -> None:
 
 @pytest.mark.parametrize("level", ["sequence", "sequence_straight_through"])
 @pytest.mark.parametrize("clip", [0.2, 0.05])
-def test_without_correction_gspo_is_the_papers_loss_of_whole_answers(clip: float, level: Ratio) -> None:
+def test_gspo_without_correction_is_the_papers_loss_of_whole_answers(clip: float, level: Ratio) -> None:
     """arXiv 2507.18071, equation 5, written out: the mean over answers of min(s A, clip(s) A); by autograd."""
     generator = torch.Generator().manual_seed(3)
     logprobs = -torch.rand(8, 6, generator=generator, dtype=torch.float64)
@@ -85,7 +85,7 @@ def test_without_correction_gspo_is_the_papers_loss_of_whole_answers(clip: float
     ("advantage", "loss"),
     [(1.0, -1.2), (0.0, 0.0), (-1.0, LIMIT)],  # clipped; nothing to learn; beyond every bound
 )
-def test_a_ratio_that_ran_away_has_a_finite_gradient(level: Ratio, gap: float, advantage: float, loss: float) -> None:
+def test_ratio_that_ran_away_has_a_finite_gradient(level: Ratio, gap: float, advantage: float, loss: float) -> None:
     """In float32, where exp(89) is infinite. The second answer's gradient is its own: -r A = -1."""
     logprobs = torch.tensor([[gap], [0.0]])
     advantages = torch.tensor([[advantage], [1.0]])
@@ -124,7 +124,7 @@ def test_mismatch_and_correction_are_bounded() -> None:
 
 
 @pytest.mark.parametrize("gap", [math.inf, -math.inf, 1e30, -20.1, 20.1])
-def test_the_bound(gap: float) -> None:
+def test_bound(gap: float) -> None:
     value = torch.tensor(gap, requires_grad=True)
     held = bounded(value)
     held.backward()
@@ -181,7 +181,7 @@ def test_values_within_the_clip_are_never_counted_as_clipped() -> None:
     torch.testing.assert_close(losses, 0.5 * (values - returns).square(), rtol=0, atol=0)
 
 
-def test_values_beyond_the_clip_are_counted_where_the_bounded_error_is_larger() -> None:
+def test_values_beyond_clip_count_where_the_bounded_error_is_larger() -> None:
     """Old 1, clip 1/2: 2 becomes 1.5 and 0 becomes 0.5. At the edge, 1.5, nothing is cut."""
     values = torch.tensor([[2.0, 2.0, 0.0, 0.0, 1.5, 0.5]])
     returns = torch.tensor([[3.0, 0.0, -1.0, 3.0, 3.0, 3.0]])

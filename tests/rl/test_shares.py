@@ -47,7 +47,7 @@ def in_update(shares: list[list[int]], number: int) -> set[int]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_update_has_the_same_samples_in_every_layout(layout: str) -> None:
+def test_update_has_the_same_samples_in_every_layout(layout: str) -> None:
     shares = shares_of(recipe_of(layout), ANSWERS, MINIBATCHES)
     assert len({len(share) for share in shares}) == 1
     assert [in_update(shares, k) for k in range(MINIBATCHES)] == [set(range(4 * k, 4 * k + 4)) for k in range(4)]
@@ -60,13 +60,13 @@ def test_consecutive_and_balanced_within_a_minibatch() -> None:
     assert [sorted(lengths[i] for i in share) for share in balanced] == [[1, 2, 2, 9]] * 2
 
 
-def test_without_minibatches_ranks_have_consecutive_sequences() -> None:
+def test_ranks_have_consecutive_sequences_without_minibatches() -> None:
     """As supervised training asks for them, whatever the recipe's minibatches."""
     assert shares_of(recipe_of("dp 2"), [1] * 6) == [[0, 1, 2], [3, 4, 5]]
     assert shares_of(recipe_of("dp 1"), [1] * 3) == [[0, 1, 2]]
 
 
-def test_what_does_not_divide_is_refused_with_the_numbers() -> None:
+def test_sequences_that_do_not_divide_are_refused_with_the_numbers() -> None:
     message = "12 sequences do not divide into 4 minibatches on 2 data-parallel ranks"
     with pytest.raises(ValueError, match=message):
         shares_of(recipe_of("dp 2"), [1] * 12, 4)
@@ -138,7 +138,7 @@ def updates_of(layout: str) -> list[dict[int, Tensor]]:
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS)[1:])
-def test_a_tokens_gradient_is_the_same_in_every_layout(layout: str) -> None:
+def test_tokens_gradient_is_the_same_in_every_layout(layout: str) -> None:
     wanted, found = updates_of("dp 1"), updates_of(layout)
     assert [sorted(update) for update in found] == [sorted(update) for update in wanted]
     for of, to in zip(found, wanted, strict=True):

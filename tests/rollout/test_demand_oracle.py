@@ -131,7 +131,9 @@ def differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
     [pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow) for case in CASES],
     ids=lambda value: value if isinstance(value, str) else "tp{}-dp{}".format(*value),
 )
-def test_both_recorders_agree(tiny_checkpoint: Callable[..., Path], family: str, layout: tuple[int, int]) -> None:
+def test_demand_of_both_recorders_agrees(
+    tiny_checkpoint: Callable[..., Path], family: str, layout: tuple[int, int]
+) -> None:
     folder = tiny_checkpoint(family)
     checkpoint = Checkpoint(expected_shapes(read_config(str(folder))))
     recipe, elements = recipe_of(folder, *layout), 0
@@ -142,7 +144,7 @@ def test_both_recorders_agree(tiny_checkpoint: Callable[..., Path], family: str,
     assert elements >= sum(math.prod(shape) for shape in checkpoint.shapes.values())
 
 
-def test_other_demand_differs(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_recorder_error_makes_the_demand_differ(tiny_checkpoint: Callable[..., Path]) -> None:
     """Each error of a recorder shows: another row, another place, a piece less."""
     folder = tiny_checkpoint("qwen3")
     checkpoint = Checkpoint(expected_shapes(read_config(str(folder))))

@@ -132,7 +132,7 @@ def is_paused(engine: RolloutEngine) -> bool:
 
 
 @pytest.mark.parametrize("keeps_weights", [False, True])
-def test_it_generates_again_after_each_sleep(driver: Driver, keeps_weights: bool) -> None:
+def test_engine_generates_again_after_each_sleep(driver: Driver, keeps_weights: bool) -> None:
     engine = engine_of(driver, keeps_weights)
     all_bytes = sum(driver.mapped.values())
     for _ in range(3):
@@ -150,7 +150,7 @@ def test_it_generates_again_after_each_sleep(driver: Driver, keeps_weights: bool
     assert copied == {SIZES["runtime"]}  # and no weights, which would fill the host's memory
 
 
-def test_it_sleeps_again_where_only_weights_have_been_woken(driver: Driver) -> None:
+def test_engine_sleeps_again_where_only_weights_have_been_woken(driver: Driver) -> None:
     engine = engine_of(driver, keeps_weights=False)
     for _ in range(2):
         engine.sleep()
@@ -176,7 +176,7 @@ def test_buffers_survive_where_weights_are_discarded(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("keeps_weights", [False, True])
-def test_it_is_awake_when_it_is_shut_down(driver: Driver, keeps_weights: bool) -> None:
+def test_engine_is_awake_when_it_is_shut_down(driver: Driver, keeps_weights: bool) -> None:
     engine = engine_of(driver, keeps_weights)
     all_bytes, at_end = sum(driver.mapped.values()), list[int]()
     engine.llm.llm_engine.engine_core.shutdown = lambda: at_end.append(sum(driver.mapped.values()))
@@ -204,7 +204,7 @@ def out_of_memory(handle: tuple[int, int, int, int]) -> None:
     raise RuntimeError("CUDA Error: out of memory at csrc/cumem_allocator.cpp:62")
 
 
-def test_an_engine_that_stays_asleep_is_an_error(driver: Driver) -> None:
+def test_engine_that_stays_asleep_is_an_error(driver: Driver) -> None:
     engine = engine_of(driver, keeps_weights=True)
     engine.sleep()
     engine._asleep = {"kv_cache"}  # as if weights that are kept needed no waking
@@ -212,9 +212,7 @@ def test_an_engine_that_stays_asleep_is_an_error(driver: Driver) -> None:
         engine.wake("kv_cache")
 
 
-def test_weights_that_are_kept_are_not_in_the_memory_that_sleeps(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kept_weights_are_not_in_the_memory_that_sleeps(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = worker_with((), driver)
     worker.vllm_config.model_config.enable_cumem_allocator = True
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)

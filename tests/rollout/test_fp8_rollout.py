@@ -104,7 +104,7 @@ def test_plans_are_made_of_what_the_engines_say(grid: Fp8Grid, family: str) -> N
 
 
 @pytest.mark.slow
-def test_a_large_model_takes_half_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_model_takes_half_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of Llama-3.1-70B, embeddings and head, which stay in bfloat16, are 3 %."""
     monkeypatch.chdir(ROOT)
     received = {}

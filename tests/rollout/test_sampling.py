@@ -44,7 +44,7 @@ def tokens_of(completions: list[dict[str, Any]]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", ["top_k_1", "min_p_1", "top_p_0"])
-def test_one_token_to_choose_from_is_greedy(said: dict[str, Any], name: str) -> None:
+def test_sampling_from_one_token_is_greedy(said: dict[str, Any], name: str) -> None:
     assert tokens_of(said[name]) == tokens_of(said["greedy"])
     assert all(0 < kept < 1 for one in said[name] for kept in one["kept"])
     for one in said[name]:  # what was kept is that token
@@ -91,7 +91,7 @@ def kept_of(name: str, probabilities: list[float]) -> float | None:
     return sum(probability for probability in probabilities if probability > bound)
 
 
-def test_a_temperature_and_all_of_them_together(said: dict[str, Any]) -> None:
+def test_temperature_and_all_of_them_together(said: dict[str, Any]) -> None:
     assert all(not one["kept"] for one in said["hot"])
     assert all(0.05 < kept <= 1 for one in said["all"] for kept in one["kept"])
     assert any(kept < 0.95 for one in said["all"] for kept in one["kept"])
@@ -108,7 +108,7 @@ def test_greedy_and_sampled_requests_in_one_batch(said: dict[str, Any]) -> None:
     ("name", "without"),
     [("stopped", "whole"), ("stopped stepwise", "whole"), ("stopped greedily", "greedy")],
 )
-def test_a_stop_ends_an_answer_with_the_token_in_which_it_is_complete(
+def test_stop_ends_an_answer_with_token_that_completes_it(
     model: Path, said: dict[str, Any], name: str, without: str
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -126,7 +126,7 @@ def test_a_stop_ends_an_answer_with_the_token_in_which_it_is_complete(
 
 
 @pytest.mark.parametrize("how", ["at the last token", "at the last token stepwise"])
-def test_an_answer_is_truncated_if_vllm_says_so(said: dict[str, Any], how: str) -> None:
+def test_answer_is_truncated_if_vllm_says_so(said: dict[str, Any], how: str) -> None:
     """Of answers of five tokens, the most that they may have, those are complete that end with one that ends them."""
     truncated = [one["truncated"] for one in said[how]]
     assert truncated == [reason == "length" for reason in said["finish reasons"]]
@@ -135,7 +135,7 @@ def test_an_answer_is_truncated_if_vllm_says_so(said: dict[str, Any], how: str) 
     assert False in longest
 
 
-def test_the_samplers_of_both_model_runners_tell_both_numbers() -> None:
+def test_samplers_of_both_model_runners_tell_both_numbers() -> None:
     """The second runner's kernels need a GPU: a function stands for them that samples as they do.
 
     The sampler, what it asks about requests, and what it returns are vLLM's own.

@@ -48,12 +48,12 @@ class Watched:
         return partial(found, recipe=self.recipe) if callable(found) and name != "restore" else found
 
 
-def test_what_is_not_finite_is_never_allowed() -> None:
+def test_guard_never_accepts_a_gradient_norm_that_is_not_finite() -> None:
     guard, _ = guard_of()
     assert [guard.accepts_grad_norm(norm) for norm in (1.0, 1e30, math.nan, math.inf)] == [True, True, False, False]
 
 
-def test_a_spike_is_by_the_median_of_what_was_allowed() -> None:
+def test_spike_is_by_the_median_of_what_was_allowed() -> None:
     guard, _ = guard_of(spike=3.0)
     norms = [1.0, 100.0, 2.0, 3.0, 2.5]
     assert len(norms) == MIN_GRAD_NORMS
@@ -75,7 +75,7 @@ def test_steps_that_teach_nothing_make_no_spike_of_the_next() -> None:
     assert guard.accepts_grad_norm(0.99)
 
 
-def test_the_critics_norms_are_its_own() -> None:
+def test_critics_norms_are_its_own() -> None:
     guard, _ = guard_of(spike=2.0)
     assert all(
         guard.accepts_grad_norm(1.0) and guard.accepts_grad_norm(100.0, model="critic") for _ in range(MIN_GRAD_NORMS)
@@ -88,7 +88,7 @@ def test_the_critics_norms_are_its_own() -> None:
         assert not one.accepts_grad_norm(250.0, model="critic")
 
 
-def test_the_critic_is_compared_with_its_own_clip_grad() -> None:
+def test_critic_is_compared_with_its_own_clip_grad() -> None:
     guard, _ = guard_of(spike=2.0)
     guard.recipe = replace(
         guard.recipe, critic=replace(RECIPE.critic, optimizer=replace(RECIPE.optimizer, clip_grad=5.0))
@@ -99,7 +99,7 @@ def test_the_critic_is_compared_with_its_own_clip_grad() -> None:
         assert guard.accepts_grad_norm(limit, model=model)
 
 
-def test_a_resumed_guard_goes_on() -> None:
+def test_resumed_guard_goes_on() -> None:
     guard, _ = guard_of(spike=2.0, max_interventions=1)
     assert all(guard.accepts_grad_norm(1.0) for _ in range(MIN_GRAD_NORMS))
     guard.record_skip(4, math.nan)
@@ -110,7 +110,7 @@ def test_a_resumed_guard_goes_on() -> None:
         resumed.record_skip(5, 2.1)
 
 
-def test_one_act_too_many() -> None:
+def test_guard_stops_after_one_act_too_many() -> None:
     guard, events = guard_of(max_interventions=1)
     guard.record_skip(3, math.nan)
     message = (
@@ -126,7 +126,7 @@ def test_one_act_too_many() -> None:
 
 
 @pytest.mark.parametrize("kl", [10.1, math.inf, math.nan])
-def test_a_kl_that_explodes_fixes_its_coefficient(kl: float) -> None:
+def test_kl_that_explodes_fixes_its_coefficient(kl: float) -> None:
     guard, events = guard_of(kl_explosion=10.0)
     guard.recipe = replace(guard.recipe, algorithm=replace(RECIPE.algorithm, kl=replace(RECIPE.algorithm.kl, coef=0.1)))
     control = KlController(coef=0.5, target=1.0)
@@ -140,7 +140,7 @@ def test_a_kl_that_explodes_fixes_its_coefficient(kl: float) -> None:
     assert [name for name, _ in events.events] == ["kl_fixed"]
 
 
-def test_a_bound_is_told_when_it_is_left_and_not_while_it_stays_so() -> None:
+def test_bound_is_told_once_when_it_is_left() -> None:
     guard, events = guard_of(max_grad_norm=2.0, min_entropy=0.5)
     times = {"sync/exposed_seconds": 0.1, "time/step": 1.0}
     for step, (norm, entropy) in enumerate([(1.0, 0.6), (3.0, 0.6), (4.0, 0.4), (2.0, 0.4), (math.nan, 0.5)]):

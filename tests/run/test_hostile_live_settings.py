@@ -129,7 +129,7 @@ def goes_on(live: LiveSettings) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_a_file_that_is_refused(name: str, live: LiveSettings) -> None:
+def test_file_that_is_refused(name: str, live: LiveSettings) -> None:
     text = TEXTS[name]
     live._record.folder.control.write_bytes(text if isinstance(text, bytes) else text.encode())
     (told,) = goes_on(live)
@@ -138,7 +138,7 @@ def test_a_file_that_is_refused(name: str, live: LiveSettings) -> None:
     assert len(told["why"]) < 2000
 
 
-def test_what_is_no_file(live: LiveSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_yaml_that_is_no_file_is_refused(live: LiveSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     path = live._record.folder.control
     makers: dict[str, Callable[[], object]] = {
         "a directory": path.mkdir,

@@ -58,7 +58,7 @@ def write_checkpoint(folder: RunFolder, step: int, of: RunIdentity | None, shard
     return path
 
 
-def test_a_runs_own_checkpoint_is_accepted_and_its_id_stays(recipe: Recipe) -> None:
+def test_runs_own_checkpoint_is_accepted_and_its_id_stays(recipe: Recipe) -> None:
     folder, of = begun(recipe)
     path = write_checkpoint(folder, 4, of)
     identity.begin(folder)
@@ -71,7 +71,7 @@ def test_a_runs_own_checkpoint_is_accepted_and_its_id_stays(recipe: Recipe) -> N
 
 
 @pytest.mark.parametrize("command", ["eval", "export", "serve"])
-def test_two_exchanged_step_folders_are_refused_by_every_reader(
+def test_exchanged_step_folders_are_refused_by_every_reader(
     recipe: Recipe, command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     folder, of = begun(recipe)
@@ -92,7 +92,7 @@ def test_two_exchanged_step_folders_are_refused_by_every_reader(
     assert "its folder is step-000004, expected step-000008" in told
 
 
-def test_a_checkpoint_of_another_run_is_refused(recipe: Recipe) -> None:
+def test_checkpoint_of_another_run_is_refused(recipe: Recipe) -> None:
     folder, of = begun(recipe)
     _, of_other = begun(replace(recipe, name="other"))
     assert of.run != of_other.run
@@ -134,7 +134,7 @@ def test_settings_that_a_resume_may_change_and_others(recipe: Recipe, key: str, 
     assert len([line for line in str(caught.value).splitlines() if line.startswith("  ")]) == 1
 
 
-def test_a_setting_that_a_checkpoints_version_did_not_have_counts_as_its_default(recipe: Recipe) -> None:
+def test_setting_unknown_to_the_checkpoint_s_version_counts_as_default(recipe: Recipe) -> None:
     folder, of = begun(recipe)
     path = write_checkpoint(folder, 8, of)
     content = json.loads((path / manifest.MANIFEST).read_text())
@@ -146,7 +146,7 @@ def test_a_setting_that_a_checkpoints_version_did_not_have_counts_as_its_default
 
 
 @pytest.mark.parametrize("changed", ["train.parquet", "eval.parquet", "model/config.json"])
-def test_other_files_at_the_same_paths_are_refused(recipe: Recipe, changed: str, tmp_path: Path) -> None:
+def test_checkpoint_is_refused_with_other_files_at_same_paths(recipe: Recipe, changed: str, tmp_path: Path) -> None:
     folder, of = begun(recipe)
     path = write_checkpoint(folder, 8, of)
     before = file_digest(tmp_path / changed)
@@ -156,7 +156,7 @@ def test_other_files_at_the_same_paths_are_refused(recipe: Recipe, changed: str,
     assert f"{file_digest(tmp_path / changed)}, the checkpoint was written with {before}" in str(caught.value)
 
 
-def test_a_large_file_is_recognized_by_its_parts(tmp_path: Path) -> None:
+def test_large_file_is_recognized_by_its_parts(tmp_path: Path) -> None:
     path = tmp_path / "weights"
     with open(path, "wb") as file:
         file.truncate(WHOLE + 5 * PART)
@@ -182,7 +182,7 @@ def test_checkpoints_of_an_older_version(recipe: Recipe) -> None:
 
 
 @pytest.mark.parametrize("value", [None, [], {"run": "a"}, {"run": 1, "folder": "step-000004"}])
-def test_an_identity_that_is_damaged(recipe: Recipe, value: object) -> None:
+def test_identity_that_is_damaged(recipe: Recipe, value: object) -> None:
     folder, of = begun(recipe)
     path = write_checkpoint(folder, 4, of)
     content = json.loads((path / manifest.MANIFEST).read_text())
@@ -191,7 +191,7 @@ def test_an_identity_that_is_damaged(recipe: Recipe, value: object) -> None:
         manifest.check_sizes(path)
 
 
-def test_what_is_derived_from_a_step_is_found_by_the_checkpoints_content(recipe: Recipe, tmp_path: Path) -> None:
+def test_derived_folder_is_found_by_the_checkpoint_s_content(recipe: Recipe, tmp_path: Path) -> None:
     folder, of = begun(recipe)
     first = derived_key(folder, 4, recipe) if write_checkpoint(folder, 4, of) else ""
     shutil.rmtree(checkpoint_folder(folder, 4))
@@ -226,7 +226,7 @@ def resumed(tmp_path: Path) -> Callable[[int], RunFolder]:
     return resume
 
 
-def test_a_resume_removes_what_was_derived_from_steps_that_it_does_again(resumed: Callable[[int], RunFolder]) -> None:
+def test_resume_removes_what_was_derived_from_steps_done_again(resumed: Callable[[int], RunFolder]) -> None:
     folder = resumed(5)
     assert len(list(folder.replays.iterdir())) == 2
     assert folder.timeline.exists()
@@ -236,7 +236,7 @@ def test_a_resume_removes_what_was_derived_from_steps_that_it_does_again(resumed
     assert not folder.timeline_picture.exists()
 
 
-def test_a_report_leaves_out_events_of_abandoned_steps(resumed: Callable[[int], RunFolder]) -> None:
+def test_report_leaves_out_events_of_abandoned_steps(resumed: Callable[[int], RunFolder]) -> None:
     folder = resumed(4)
     changed = {"key": "run.steps", "old": 8, "new": 90}
     for event, fields in (

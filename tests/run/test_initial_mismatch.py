@@ -36,7 +36,7 @@ def row(mean: float) -> dict[str, float]:
 
 @pytest.mark.parametrize("experts", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_bound_is_the_dtypes(dtype: str, experts: bool) -> None:
+def test_bound_is_the_dtypes(dtype: str, experts: bool) -> None:
     bound = MAX_EXPLAINED_MISMATCH[dtype][experts]
     for mean in (0.0, bound):
         guard, events = guard_of(dtype)
@@ -67,11 +67,11 @@ MEASURED = {
 
 
 @pytest.mark.parametrize(("dtype", "experts"), MEASURED)
-def test_the_bounds_leave_room_for_what_sound_engines_differ_by(dtype: str, experts: bool) -> None:
+def test_bounds_leave_room_for_what_sound_engines_differ_by(dtype: str, experts: bool) -> None:
     assert 2 * MEASURED[dtype, experts] < MAX_EXPLAINED_MISMATCH[dtype][experts]
 
 
-def test_a_run_may_go_on_all_the_same() -> None:
+def test_run_may_go_on_all_the_same() -> None:
     guard, events = guard_of(initial_mismatch="warn")
     guard.compare_engines(0, row(3.0), experts=True)
     assert [event for event, _ in events.events] == ["engines_disagree"]
@@ -81,7 +81,7 @@ def test_a_run_may_go_on_all_the_same() -> None:
     assert not guard.must_compare_engines()
 
 
-def test_a_resumed_run_is_judged_again() -> None:
+def test_resumed_run_is_judged_again() -> None:
     guard, _ = guard_of()
     guard.compare_engines(0, row(0.0), experts=False)
     resumed, _ = guard_of()
@@ -153,7 +153,7 @@ def events_of(work: Path, event: str) -> list[dict[str, Any]]:
 
 @pytest.mark.engines
 @pytest.mark.timeout(600)
-def test_another_temperature_stops_the_run_before_it_learns(work: Path) -> None:
+def test_differing_temperature_stops_the_run_before_it_learns(work: Path) -> None:
     said = train(work, expect=1, fault=True)
     assert said.count("stopped: step 0: training and vLLM do not compute the same model") == 1
     assert "failed" not in said

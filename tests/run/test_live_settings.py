@@ -66,7 +66,7 @@ def begin(alone: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 # ---- which settings may change
 
 
-def test_the_table_names_settings_that_there_are(recipe: Recipe) -> None:
+def test_table_names_settings_that_there_are(recipe: Recipe) -> None:
     both = replace(recipe, critic=replace(recipe.critic, optimizer=recipe.optimizer))
     known = settings_of(both)
     for pattern in MUTABLE_SETTINGS:
@@ -121,7 +121,7 @@ def scheduled(recipe: Recipe, schedule: dict[int, dict[str, Any]]) -> Recipe:
     return replace(recipe, schedule=schedule)
 
 
-def test_the_temperature_stays_where_samples_of_later_steps_are_generated_already(
+def test_temperature_stays_where_samples_of_later_steps_are_generated_already(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(live_settings, "check_model", lambda recipe: None)
@@ -134,7 +134,7 @@ def test_the_temperature_stays_where_samples_of_later_steps_are_generated_alread
         apply_settings(ahead, {"rollout.top_k": 5}, step=1)
 
 
-def test_how_held_out_problems_are_answered_may_change(recipe: Recipe) -> None:
+def test_evaluation_sampling_may_change_during_a_run(recipe: Recipe) -> None:
     new = apply_settings(recipe, {"evaluation.samples": 8, "evaluation.temperature": 1, "evaluation.k": [1, 8]}, step=1)
     assert (new.evaluation.samples, new.evaluation.temperature, new.evaluation.k) == (8, 1.0, (1, 8))
     with pytest.raises(RecipeError, match=r"evaluation.samples=8: with evaluation.temperature=0 all answers"):
@@ -143,7 +143,7 @@ def test_how_held_out_problems_are_answered_may_change(recipe: Recipe) -> None:
         apply_settings(recipe, {"evaluation.data.more": "more.parquet"}, step=1)
 
 
-def test_a_schedule_is_read_nested_or_dotted_in_order_and_comes_back(tmp_path: Path) -> None:
+def test_schedule_nested_or_dotted_is_read_in_order_and_back(tmp_path: Path) -> None:
     schedule = "schedule={200: {algorithm.entropy_coef: 0}, 30: {optimizer: {lr: 1.0e-6}, algorithm: {kl: {coef: 1}}}}"
     recipe = load_recipe(DEMO, [schedule, "schedule.31.sync.verify=always"])
     assert list(recipe.schedule.items()) == [
@@ -166,13 +166,13 @@ def test_a_schedule_is_read_nested_or_dotted_in_order_and_comes_back(tmp_path: P
         ("{3: {optimizer.lr: 1, optimizer: {lr: 2}}}", "schedule.3: optimizer.lr is given twice"),
     ],
 )
-def test_a_schedule_that_cannot_be_read(schedule: str, problem: str) -> None:
+def test_schedule_that_cannot_be_read(schedule: str, problem: str) -> None:
     with pytest.raises(RecipeError) as caught:
         load_recipe(DEMO, [f"schedule={schedule}"])
     assert list(caught.value.problems) == [problem]
 
 
-def test_a_schedule_is_checked_before_anything_starts(recipe: Recipe) -> None:
+def test_schedule_is_checked_before_anything_starts(recipe: Recipe) -> None:
     check_schedule(scheduled(recipe, {39: {"run.steps": 60}, 50: {"optimizer.lr": 1e-6}}))  # the first makes room
     wrong = {
         3: {"train.tp": 1},
@@ -195,7 +195,7 @@ def test_a_schedule_is_checked_before_anything_starts(recipe: Recipe) -> None:
 # ---- while a run goes on
 
 
-def test_each_change_is_applied_at_its_step_and_recorded(recipe: Recipe, begin: Begin) -> None:
+def test_live_changes_are_applied_at_their_step_and_recorded(recipe: Recipe, begin: Begin) -> None:
     live, said = begin(scheduled(recipe, {2: {"optimizer.lr": 1e-5}}))
     first = live.recipe
     assert all(live.settings_for_step(step) is first for step in (0, 1))
@@ -224,7 +224,7 @@ def test_each_change_is_applied_at_its_step_and_recorded(recipe: Recipe, begin: 
         ("seed: 4\noptimizer.lr: 1", "seed: cannot change during a run"),
     ],
 )
-def test_a_refused_file_changes_nothing_and_is_told_once(recipe: Recipe, begin: Begin, text: str, why: str) -> None:
+def test_refused_file_changes_nothing_and_is_told_once(recipe: Recipe, begin: Begin, text: str, why: str) -> None:
     live, said = begin(recipe)
     said.folder.control.write_bytes(text.encode("utf-8", "surrogateescape"))
     first = live.recipe
@@ -237,7 +237,7 @@ def test_a_refused_file_changes_nothing_and_is_told_once(recipe: Recipe, begin: 
     assert live.settings_for_step(7).optimizer.lr == 1
 
 
-def test_a_file_that_cannot_be_read_is_told_once(recipe: Recipe, begin: Begin) -> None:
+def test_file_that_cannot_be_read_is_told_once(recipe: Recipe, begin: Begin) -> None:
     live, said = begin(recipe)
     said.folder.control.mkdir()
     live.settings_for_step(1)
@@ -247,7 +247,7 @@ def test_a_file_that_cannot_be_read_is_told_once(recipe: Recipe, begin: Begin) -
     ]
 
 
-def test_a_file_that_is_being_written_is_not_believed(
+def test_file_that_is_being_written_is_not_believed(
     recipe: Recipe, begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A partially written number would also be a valid number."""
@@ -261,7 +261,7 @@ def test_a_file_that_is_being_written_is_not_believed(
     assert live.settings_for_step(2).optimizer.lr == 1e-6
 
 
-def test_what_stands_there_unchanged_does_not_come_back(recipe: Recipe, begin: Begin) -> None:
+def test_unchanged_control_line_does_not_come_back(recipe: Recipe, begin: Begin) -> None:
     """An unchanged line does not override a later schedule until it is edited."""
     live, said = begin(scheduled(recipe, {2: {"optimizer.lr": 1e-5}}))
     said.folder.control.write_text("optimizer.lr: 0.5\n# nothing else\n")
@@ -278,7 +278,7 @@ def test_what_stands_there_unchanged_does_not_come_back(recipe: Recipe, begin: B
     assert live.settings_for_step(6).optimizer.lr == 0.5
 
 
-def test_a_resumed_run_goes_on_with_the_same_settings(recipe: Recipe, begin: Begin) -> None:
+def test_resumed_run_goes_on_with_the_same_settings(recipe: Recipe, begin: Begin) -> None:
     schedule = {2: {"optimizer.lr": 1e-5}, 4: {"algorithm.entropy_coef": 0.1}}
     live, said = begin(scheduled(recipe, schedule))
     said.folder.control.write_text("optimizer.lr: 0.5\nguard.spike: 9\n")
@@ -293,7 +293,7 @@ def test_a_resumed_run_goes_on_with_the_same_settings(recipe: Recipe, begin: Beg
     assert [event["key"] for event in said.take()] == ["algorithm.entropy_coef"]
 
 
-def test_a_schedule_may_fall_out_with_what_was_edited(recipe: Recipe, begin: Begin) -> None:
+def test_schedule_may_fall_out_with_what_was_edited(recipe: Recipe, begin: Begin) -> None:
     live, said = begin(scheduled(recipe, {2: {"algorithm.kl.target": 1.0}}))
     said.folder.control.write_text("algorithm.kl.coef: 0")
     now = live.settings_for_step(1)
@@ -301,7 +301,7 @@ def test_a_schedule_may_fall_out_with_what_was_edited(recipe: Recipe, begin: Beg
     assert [(e["event"], e.get("by")) for e in said.take()][1:] == [("control_refused", "schedule")]
 
 
-def test_what_memory_has_taken_is_held(recipe: Recipe, begin: Begin) -> None:
+def test_settings_reduced_for_memory_are_held(recipe: Recipe, begin: Begin) -> None:
     schedule = {1: {"train.micro_batch_size": 64, "optimizer.lr": 1e-5}}
     live, said = begin(scheduled(recipe, schedule), micro_batch_size=16, offload_optimizer=True)
     said.folder.control.write_text("train.micro_batch_size: 128\nsync.verify: always")
@@ -315,7 +315,7 @@ def test_what_memory_has_taken_is_held(recipe: Recipe, begin: Begin) -> None:
     assert live.control["settings"].keys() == {"sync.verify", "optimizer.lr"}
 
 
-def test_what_is_held_must_be_a_setting_too(recipe: Recipe, begin: Begin) -> None:
+def test_held_setting_must_be_valid_too(recipe: Recipe, begin: Begin) -> None:
     """Otherwise the checkpoint, which stores the file's settings as JSON, could not be written."""
     live, said = begin(recipe, micro_batch_size=16)
     said.folder.control.write_text("train.micro_batch_size: 2024-01-01\nsync.verify: always")
@@ -325,7 +325,7 @@ def test_what_is_held_must_be_a_setting_too(recipe: Recipe, begin: Begin) -> Non
     json.dumps(live.control)
 
 
-def test_the_coefficient_of_an_adaptive_kl_stays_where_it_is(recipe: Recipe) -> None:
+def test_coefficient_of_an_adaptive_kl_stays_where_it_is(recipe: Recipe) -> None:
     """Only a changed setting replaces the adaptive coefficient."""
     kl = KlController(0.001, target=1.0)
     kl.coef = 0.7
@@ -345,7 +345,7 @@ def test_the_coefficient_of_an_adaptive_kl_stays_where_it_is(recipe: Recipe) -> 
 
 
 @pytest.mark.engines
-def test_a_learner_keeps_the_coefficient_of_an_adaptive_kl(recipe: Recipe) -> None:
+def test_learner_keeps_the_coefficient_of_an_adaptive_kl(recipe: Recipe) -> None:
     """Only a setting that changes for a step replaces the adaptive coefficient."""
     from hybrid3d.trainer.learner import Learner
     from hybrid3d.trainer.models import Models
@@ -362,7 +362,7 @@ def test_a_learner_keeps_the_coefficient_of_an_adaptive_kl(recipe: Recipe) -> No
 
 
 @pytest.mark.engines
-def test_a_rate_that_is_set_follows_the_schedule_that_there_was() -> None:
+def test_rate_that_is_set_follows_the_schedule_that_there_was() -> None:
     """Four steps of warmup, then half a cosine down to `min_lr` at step 12."""
     from hybrid3d.train.megatron.model import _scheduler, _set_learning_rate
 
@@ -407,7 +407,7 @@ SFT = ["algorithm.name=sft", "algorithm.samples_per_prompt=1", "run.eval_every=1
         ([*SFT, "algorithm.kl=null", "train.micro_batch_size=2"], {"micro_batch_size": 1}),
     ],
 )
-def test_what_takes_less_memory(settings: list[str], less: dict[str, Any]) -> None:
+def test_reduced_settings_take_less_memory(settings: list[str], less: dict[str, Any]) -> None:
     settings = [s if s != "algorithm.kl=null" else "algorithm.kl={where: none, coef: 0}" for s in settings]
     assert reduced_settings(load_recipe(DEMO, settings)) == {f"train.{key}": value for key, value in less.items()}
 
@@ -494,7 +494,7 @@ def test_memory_runs_out_again_and_again(recipe: Recipe, tmp_path: Path) -> None
     assert sorted(path.name for path in tmp_path.glob("out*")) == [f"out-of-memory-{n}.json" for n in (1, 2, 3)]
 
 
-def test_nothing_is_left_to_give_up(recipe: Recipe, tmp_path: Path) -> None:
+def test_oom_recovery_says_when_nothing_is_left_to_give_up(recipe: Recipe, tmp_path: Path) -> None:
     least = replace(recipe, train=replace(recipe.train, micro_batch_size=1, **ALL_AWAY))
     error = OomRecovery().prepare_restart(OUT, least, RunFolder(tmp_path), 0)
     assert not isinstance(error, OutOfMemoryRestart)
@@ -502,7 +502,7 @@ def test_nothing_is_left_to_give_up(recipe: Recipe, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_launcher_sees_who_ran_out(tmp_path: Path) -> None:
+def test_launcher_sees_who_ran_out(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.logs.mkdir()
     lost = {"rank": 0, "time": 1.0, "peer": True, "reason": "lost", "kind": "error"}

@@ -43,7 +43,7 @@ def use(nbytes: int) -> None:
     np.ones(nbytes, np.uint8).sum()
 
 
-def test_the_peak_of_each_phase_is_its_own() -> None:
+def test_peak_of_each_phase_is_its_own() -> None:
     """Two phases that use much, and one between them that does not; seen although the memory is free at the end."""
     timer = PhaseTimer({"eval": "wait"})
     before = resident()
@@ -54,7 +54,7 @@ def test_the_peak_of_each_phase_is_its_own() -> None:
     assert above == pytest.approx({"sync": 300, "generate": 0, "train": 150, "wait": 0}, abs=30)
 
 
-def test_what_comes_after_the_stop_does_not_count() -> None:
+def test_memory_meter_does_not_count_after_its_stop() -> None:
     meter = MemoryMeter()
     meter.start()
     use(100 * MB)
@@ -67,7 +67,7 @@ def test_what_comes_after_the_stop_does_not_count() -> None:
     assert meter.stop() < stopped - 70 * MB
 
 
-def test_a_kernel_that_resets_no_peak(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_kernel_that_resets_no_peak(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(memory, "CLEAR_REFS", tmp_path / "nowhere" / "clear_refs")
     use(400 * MB)
     meter = MemoryMeter()
@@ -92,7 +92,7 @@ class Gpu:
         self.peak = self.allocated
 
 
-def test_what_vllm_has_freed_in_its_sleep_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_freed_in_vllms_sleep_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step: 40 of the trainer, vLLM's weights of 10 and KV cache of 100, which sleep and wake as in a run."""
     gpu, asleep = Gpu(), {"weights": 10, "kv_cache": 100}
     fake = SimpleNamespace(
@@ -145,7 +145,7 @@ def run_with_memory(path: Path, device: str = "cuda") -> RunFolder:
     return folder
 
 
-def test_a_step_records_the_fullest_rank_of_each_phase(tmp_path: Path) -> None:
+def test_step_records_the_fullest_rank_of_each_phase(tmp_path: Path) -> None:
     folder = run_with_memory(tmp_path / "run", device="cpu")
     rows = [json.loads(line) for line in folder.memory.read_text().splitlines()]
     most = {"memory/max_sync_bytes": 10e9, "memory/max_generate_bytes": 25e9, "memory/max_train_bytes": 22e9}
@@ -178,7 +178,7 @@ def test_measured_beside_planned(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_page_says_whose_memory_it_is(tmp_path: Path, device: str) -> None:
+def test_page_says_whose_memory_it_is(tmp_path: Path, device: str) -> None:
     """The page is made by the command, so that what it embeds and draws is seen as a user sees it."""
     folder = run_with_memory(tmp_path / "run", device)
     command = [sys.executable, "-m", "hybrid3d", "report", str(folder.path)]
@@ -193,7 +193,7 @@ def test_the_page_says_whose_memory_it_is(tmp_path: Path, device: str) -> None:
     assert "Measured memory by phase, fullest rank" in page
 
 
-def test_a_comparison_with_a_cpu_is_not_made(tmp_path: Path) -> None:
+def test_comparison_with_a_cpu_is_not_made(tmp_path: Path) -> None:
     run = read_run(run_with_memory(tmp_path / "run", "cpu").path)
     assert memory_columns(run, PLAN) == ["Plan", "of a GPU", "Measured"]
     assert memory_table(run, PLAN)[0].cells == ["40 GB", "50 %", "22 GB"]
@@ -203,7 +203,7 @@ def test_a_comparison_with_a_cpu_is_not_made(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line", ["[1]", '{"step": 1}', '{"step": 1, "device": [2]}', '{"step": 1, "device": "cuda", "memory/max']
 )
-def test_a_row_that_is_none_is_left_out(tmp_path: Path, line: str) -> None:
+def test_row_that_is_none_is_left_out(tmp_path: Path, line: str) -> None:
     folder = run_with_memory(tmp_path / "run")
     folder.memory.write_text(line + "\n" + folder.memory.read_text())
     run = read_run(folder.path)

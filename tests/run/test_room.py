@@ -32,7 +32,7 @@ def with_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="only Linux has /dev/full")
-def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_describe_write_error_tells_no_room_from_other_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_free(monkeypatch, free=5 * LOW_SPACE_BYTES)
     error = full_disk()
     wrapped = RuntimeError("Worker failure: [Errno 28] No space left on device")
@@ -44,7 +44,7 @@ def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert other.startswith(f"{tmp_path} could not be written (OSError: [Errno 5] Input/output error)")
 
 
-def test_an_error_without_a_reason_where_little_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_without_a_reason_where_little_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's writer says of a full disk where it is in the file, and a process that hands it on loses the cause."""
     error = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
     assert is_file_error(error)
@@ -56,7 +56,7 @@ def test_an_error_without_a_reason_where_little_is_left(tmp_path: Path, monkeypa
         assert describe_write_error(tmp_path, error).startswith(begins)
 
 
-def test_a_lost_peer_is_no_fault_of_files() -> None:
+def test_lost_peer_is_no_fault_of_files() -> None:
     assert not is_file_error(RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"))
     assert not is_file_error(ConnectionResetError("Connection reset by peer"))
     assert is_file_error(OSError(errno.EIO, "Input/output error"))
@@ -81,7 +81,7 @@ except OSError as error:
 
 
 @pytest.mark.processes
-def test_a_disk_without_inodes(tmp_path: Path) -> None:
+def test_disk_without_inodes(tmp_path: Path) -> None:
     """Where bytes are free, to free some would not help."""
     if subprocess.run([*UNSHARE, "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True).returncode:
         pytest.skip("mounting a small tmpfs needs root, or user namespaces")

@@ -42,7 +42,7 @@ os._exit(1)
 """
 
 
-def test_one_start_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_folder_lock_allows_one_start_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_folder, "LOCK_TIMEOUT_SECONDS", 1)
     folder, said = RunFolder(tmp_path / "run"), list[str]()
     with subprocess.Popen([sys.executable, "-c", HOLD, folder.path], stdout=subprocess.PIPE, text=True) as other:
@@ -61,13 +61,13 @@ def test_one_start_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         pass
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RecipeError, match=r"cannot be written \(Not a directory\): set another run\.dir"):
         RunFolder(tmp_path / "file/run").lock(print).__enter__()
 
 
-def test_a_process_goes_with_the_one_that_began_it() -> None:
+def test_process_goes_with_the_one_that_began_it() -> None:
     done = subprocess.run([sys.executable, "-c", ABANDON], capture_output=True, text=True, timeout=60)
     child = int(done.stdout)
     deadline = time.monotonic() + 10
@@ -83,7 +83,7 @@ def _state(process: int) -> str:
         return "Z"
 
 
-def test_the_recipe_is_whole_whenever_a_run_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipe_is_whole_whenever_a_run_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.create(RECIPE)
     first = folder.recipe.read_text()
@@ -111,7 +111,7 @@ def test_logs_of_eval_are_not_those_of_training(tmp_path: Path) -> None:
     assert folder.log_path(0) == tmp_path / "logs/rank-0.log"
 
 
-def test_what_a_reward_says_is_no_markup(tmp_path: Path) -> None:
+def test_reward_text_is_not_printed_as_markup(tmp_path: Path) -> None:
     console = Console(file=open(tmp_path / "said", "w"), width=200)  # noqa: SIM115
     folder = RunFolder(tmp_path)
     with Display("run", 1, console) as display:

@@ -13,7 +13,7 @@ from hybrid3d.run.timeline import MAX_ROWS, Span, draw_timeline, write_timeline
 
 
 @pytest.mark.parametrize("ranks", [2, 3 * MAX_ROWS + 1])
-def test_a_step_of_two_roles(tmp_path: Path, ranks: int) -> None:
+def test_step_of_two_roles(tmp_path: Path, ranks: int) -> None:
     folder, first = RunFolder(tmp_path), 1_000_000.0
     spans: dict[int, list[Span]] = {
         rank: [("sync", first + rank / 1000, first + 1), ("train", first + 1, first + 3)] for rank in range(ranks)

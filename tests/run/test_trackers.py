@@ -62,7 +62,7 @@ def test_tensorboard_has_each_step_once(folder: RunFolder) -> None:
         assert values == {step: row[name] for step, row in ROWS.items()}
 
 
-def test_weights_and_biases_has_the_run_and_goes_on_with_it(folder: RunFolder) -> None:
+def test_weights_and_biases_has_the_run_and_goes_on(folder: RunFolder) -> None:
     pytest.importorskip("wandb")
     log(folder, "wandb", range(3), failed=True)
     time.sleep(1)  # which the name of its folder ends with
@@ -144,7 +144,7 @@ def test_prometheus_reads_the_last_step(folder: RunFolder) -> None:
         read()
 
 
-def test_one_that_fails_is_named_once_and_the_others_go_on(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_tracker_is_named_once_and_others_go_on(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow.tracking")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
@@ -160,7 +160,7 @@ def test_one_that_fails_is_named_once_and_the_others_go_on(folder: RunFolder, mo
     assert "127.0.0.1" in str(error)
 
 
-def test_what_a_tracker_needs_is_checked_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracker_needs_are_checked_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("OTEL_EXPORTER_PROMETHEUS_PORT", "http")
     monkeypatch.setattr(
@@ -177,7 +177,7 @@ def test_what_a_tracker_needs_is_checked_before_ranks_start(monkeypatch: pytest.
 
 @pytest.mark.slow
 @pytest.mark.engines
-def test_a_run_that_resumes_goes_on_with_its_trackers(demo: Path, tmp_path: Path) -> None:
+def test_run_that_resumes_goes_on_with_its_trackers(demo: Path, tmp_path: Path) -> None:
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     work = demo_folder(tmp_path, demo)
     train = (

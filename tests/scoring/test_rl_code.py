@@ -107,7 +107,7 @@ def test_errors_of_the_answer(program: str, caught: str, holds: str) -> None:
     assert code(program, "import dataclasses, decimal, json\n" + CAUGHT.format(caught, holds)) == 1.0
 
 
-def test_what_is_met_twice_in_the_arguments_of_a_function_of_the_tests() -> None:
+def test_object_met_twice_in_arguments_reaches_the_tests_twice() -> None:
     program = "def run(f):\n    x = [1]\n    f([x, x], key=[2])"
     tests = "seen = []\ndef take(a, key=None): seen.append((a, key))\nrun(take)\nassert seen == [([[1], [1]], [2])]"
     assert code(program, tests) == 1.0
@@ -127,11 +127,11 @@ def test_items_can_be_deleted() -> None:
         ("def numbers(n): return range(10**7)\ndef total(v): return 3", "assert total(iter(numbers(3))) == 3"),
     ],
 )
-def test_a_wrong_answer_is_not_the_references_fault(answer: str, tests: str) -> None:
+def test_wrong_answer_is_not_the_references_fault(answer: str, tests: str) -> None:
     assert code(answer, tests) == 0.0
 
 
-def test_all_tests_together_have_the_time_that_one_has() -> None:
+def test_tests_together_have_the_time_that_one_has() -> None:
     slow = json.dumps({"stdin_stdout": [["", "done"]] * 4})
     began = time.monotonic()
     assert code("import time; time.sleep(0.4); print('done')", slow, seconds=1.0) == 0.0
@@ -154,7 +154,7 @@ def test_all_tests_together_have_the_time_that_one_has() -> None:
         ("```python\r\nprint(1)\r\n```\r\n", "print(1)\r\n"),
     ],
 )
-def test_the_program_in_an_answer(answer: str, program: str) -> None:
+def test_program_in_an_answer(answer: str, program: str) -> None:
     assert extract_program(answer) == program
 
 
@@ -184,7 +184,7 @@ def test_tests_that_are_not_python() -> None:
         (b"\xff", "1", False),
     ],
 )
-def test_same_output(printed: bytes, wanted: str, same: bool) -> None:
+def test_output_comparison_tells_same_output(printed: bytes, wanted: str, same: bool) -> None:
     assert same_output(printed, wanted) is same
 
 
@@ -276,19 +276,19 @@ def attempt(source: str, tmp_path: Path) -> str:
 @confined
 @pytest.mark.parametrize("name", ATTEMPTS)
 @pytest.mark.usefixtures("nothing_left")
-def test_what_is_refused(name: str, tmp_path: Path) -> None:
+def test_sandbox_refuses_forbidden_attempts(name: str, tmp_path: Path) -> None:
     expected = {"thread": "RuntimeError", "raw call": "ZeroDivisionError", "limit": "ValueError"}
     assert attempt(ATTEMPTS[name], tmp_path) == expected.get(name, "PermissionError")
 
 
 @pytest.mark.skipif("landlock" not in sandbox.protection(), reason=f"this kernel gives {sandbox.protection()} only")
 @pytest.mark.parametrize("name", READING)
-def test_the_files_of_others_cannot_be_read(name: str, tmp_path: Path) -> None:
+def test_files_of_others_cannot_be_read(name: str, tmp_path: Path) -> None:
     """The data set with all references is one of them."""
     assert attempt(READING[name], tmp_path) == "PermissionError"
 
 
-def test_nothing_of_the_environment_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sandbox_tells_nothing_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYBRID3D_SECRET", "secret")
     shown = sandbox.run("import os, sys\nprint(dict(os.environ), sys.argv, sys.path)", seconds=SECONDS)
     assert shown.finished
@@ -296,7 +296,7 @@ def test_nothing_of_the_environment_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     assert b"hybrid3d" not in shown.output
 
 
-def test_the_sandbox_goes_with_its_parent(tmp_path: Path) -> None:
+def test_sandbox_goes_with_its_parent(tmp_path: Path) -> None:
     """Its parent, a worker of the pool, is killed where the time limit is shorter than the sandbox's own."""
     script = "from hybrid3d.scoring.code import sandbox\nsandbox.run('import time; time.sleep(60)', seconds=60)"
     pid = os.posix_spawn(sys.executable, [sys.executable, "-c", script], dict(os.environ))
@@ -319,7 +319,7 @@ def test_protection_says_what_holds() -> None:
     assert sandbox.protection() in ("seccomp, landlock, limits", "seccomp, limits", "landlock, limits", "limits")
 
 
-def test_what_does_not_hold_is_said() -> None:
+def test_sandbox_warning_says_what_does_not_hold() -> None:
     assert sandbox.warning("seccomp, landlock, limits") == ""
     said = sandbox.warning("landlock, limits")
     assert "confined by landlock, limits only: without seccomp they can open sockets" in said
@@ -328,7 +328,7 @@ def test_what_does_not_hold_is_said() -> None:
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_a_kernel_that_has_neither(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_kernel_that_has_neither(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The same file for a machine that the filter knows no numbers of, on a kernel older than Landlock."""
     source = Path(sandbox_child.__file__).read_text()
     source = source.replace('"x86_64": (0,', '"vax": (0,').replace('"aarch64": (1,', '"pdp11": (1,')
@@ -342,7 +342,7 @@ def test_a_kernel_that_has_neither(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the table of numbers is that of x86_64")
-def test_the_numbers_of_system_calls_are_the_kernels() -> None:
+def test_numbers_of_system_calls_are_the_kernels() -> None:
     """Against the headers of Linux, where they are installed."""
     header = Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h")
     if not header.exists():
@@ -354,7 +354,7 @@ def test_the_numbers_of_system_calls_are_the_kernels() -> None:
     assert ours == {name: numbers[name] for name in ours}
 
 
-def test_the_numbers_of_aarch64_are_the_kernels() -> None:
+def test_numbers_of_aarch64_are_the_kernels() -> None:
     """Against the generic table of Linux, which is that of aarch64."""
     header = Path("/usr/include/asm-generic/unistd.h")
     if not header.exists():

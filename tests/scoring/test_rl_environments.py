@@ -34,7 +34,7 @@ ANNOTATED = (
 
 
 @pytest.mark.parametrize("text", ANNOTATED)
-def test_it_writes_what_the_data_set_has(text: str) -> None:
+def test_calculator_writes_what_the_data_set_has(text: str) -> None:
     for annotation in re.finditer(r"=(?=[0-9.]+>>)", text):
         rest = text[annotation.end() :]
         assert calculator([text[: annotation.end()]]) == rest[: rest.index(">>") + 2]
@@ -71,12 +71,12 @@ def test_it_writes_what_the_data_set_has(text: str) -> None:
         (f"<<{'1' * 100000}=", ""),
     ],
 )
-def test_what_it_calculates_and_what_is_none_of_its_business(written: str, words: str) -> None:
+def test_calculator_answers_only_what_is_its_business(written: str, words: str) -> None:
     assert calculator(["<<1+1=", "2>>", written]) == words
 
 
 @given(st.lists(st.tuples(st.sampled_from("+-*/"), st.integers(0, 999)), max_size=8), st.integers(0, 999))
-def test_it_calculates_as_fractions_do(rest: list[tuple[str, int]], first: int) -> None:
+def test_calculate_agrees_with_fractions(rest: list[tuple[str, int]], first: int) -> None:
     source = str(first) + "".join(f"{sign}{number}" for sign, number in rest)
     try:
         exact = eval(re.sub(r"\d+", r"Fraction(\g<0>)", source), {"Fraction": Fraction})
@@ -163,7 +163,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("mine")
-def test_an_environment_that_fails_ends_a_conversation_and_no_more() -> None:
+def test_environment_that_fails_ends_a_conversation_and_no_more() -> None:
     replier = EnvironmentRunner("mine:echo", workers=2, timeout_seconds=1.0)
     turns = [("a", "b", "c"), ("raise",), ("sleep",), ("die",), ("number",), ("bye",), ("d",)]
     try:

@@ -154,7 +154,7 @@ FORGERIES = {
 
 
 @pytest.mark.parametrize("reference", REFERENCES.values(), ids=REFERENCES)
-def test_the_honest_answer_is_paid(reference: str) -> None:
+def test_honest_answer_is_paid(reference: str) -> None:
     assert code(HONEST, reference, seconds=SECONDS) == 1.0
 
 
@@ -313,5 +313,5 @@ def test_forgeries_of_particular_tests(tests: str | dict[str, str], honest: str,
     assert code(forgery, reference, seconds=SECONDS) == 0.0
 
 
-def test_there_are_many_forgeries() -> None:
+def test_forgeries_are_many() -> None:
     assert len(FORGERIES) + len(PARTICULAR) >= 40

@@ -177,7 +177,7 @@ HONEST = {
 
 
 @pytest.mark.parametrize(("reference", "program"), HONEST.values(), ids=HONEST)
-def test_what_tests_may_do(reference: str | dict[str, object], program: str) -> None:
+def test_references_accept_what_tests_may_do(reference: str | dict[str, object], program: str) -> None:
     text = reference if isinstance(reference, str) else json.dumps(reference)
     check_reference(text)
     assert code(program, text) == 1.0
@@ -238,7 +238,7 @@ def test_references_that_turn_out_to_test_nothing(reference: str, reason: str) -
         code(ADD, reference)
 
 
-def test_an_assertion_that_is_not_reached_is_not_paid() -> None:
+def test_assertion_that_is_not_reached_is_not_paid() -> None:
     """That may be the answer's doing, as where it returns nothing to loop over."""
     assert code("def primes(n): return []", "for p in primes(10): assert p in (2, 3, 5, 7)") == 0.0
 
@@ -278,7 +278,7 @@ def test_data_with_references_that_test_nothing_is_refused(recipe: Recipe) -> No
         assert [row.split(":")[0] for row in rows] == [*[f"  row {n} (from 0)" for n in (2, 4, 6)], "  ..."]
 
 
-def test_only_what_the_reward_judges_is_checked(recipe: Recipe) -> None:
+def test_reference_check_covers_only_what_the_reward_judges(recipe: Recipe) -> None:
     right, wrong = data("assert f(1) == 2"), data("#### 43")
     check_data_references(replace(recipe, reward=replace(recipe.reward, name="gsm8k")), wrong, {"eval": wrong})
     check_data_references(replace(recipe, reward=replace(recipe.reward, model="judge")), wrong, {"eval": right})

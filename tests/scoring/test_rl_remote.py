@@ -87,12 +87,12 @@ def test_values_that_are_not_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("value", [object(), len, date, [object()], {1: object()}])
-def test_what_is_not_plain_is_not_sent_as_a_value(value: object) -> None:
+def test_values_that_are_not_plain_are_not_sent(value: object) -> None:
     with pytest.raises(ValueError, match="not plain"):
         sent(value)
 
 
-def test_what_is_too_deep_or_too_long_is_not_sent() -> None:
+def test_values_too_deep_or_too_long_are_not_sent() -> None:
     deep: list[object] = []
     for _ in range(300):
         deep = [deep]
@@ -105,7 +105,7 @@ def test_what_is_too_deep_or_too_long_is_not_sent() -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"\0\0", b"\xff\xff\xff\xff", b"\0\0\0\x02{}", b"\0\0\0\x02[]", b"\0\0\0\x05[", b"\0\0\0\x041234"]
 )
-def test_what_is_no_message_is_a_forfeit(data: bytes) -> None:
+def test_bytes_that_are_no_message_are_a_forfeit(data: bytes) -> None:
     there, here = os.pipe()
     asked, asks = os.pipe()
     os.write(here, data)
@@ -116,7 +116,7 @@ def test_what_is_no_message_is_a_forfeit(data: bytes) -> None:
         os.close(end)
 
 
-def test_both_sides_may_ask() -> None:
+def test_link_lets_both_sides_ask() -> None:
     """A question that is answered by questions, to any depth."""
     first, second = os.pipe(), os.pipe()
 

@@ -128,7 +128,7 @@ def items(*answers: str) -> list[tuple[str, str, str]]:
 # ---- what is scored
 
 
-def test_a_cheap_builtin_needs_no_process() -> None:
+def test_cheap_builtin_needs_no_process() -> None:
     before = descendants(os.getpid())
     with FunctionScorer("gsm8k", workers=2, timeout_seconds=1.0, default=-1.0) as scorer:
         assert score(scorer, [("#### 72", "#### 72", ""), ("#### 7", "#### 72", "")]) == Scores([1.0, 0.0], {}, {})
@@ -146,7 +146,7 @@ def test_rewards_come_in_order() -> None:
 
 
 @pytest.mark.usefixtures("mine")
-def test_what_goes_wrong_is_counted_by_kind(capfd: pytest.CaptureFixture[str]) -> None:
+def test_scorer_failures_are_counted_by_kind(capfd: pytest.CaptureFixture[str]) -> None:
     answers = {
         **dict.fromkeys(("raise", "raise odd", "leave"), "raised"),
         **dict.fromkeys(("sleep", "spin in C"), "hung"),
@@ -173,7 +173,7 @@ def test_what_goes_wrong_is_counted_by_kind(capfd: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.usefixtures("mine")
-def test_a_reward_that_no_float32_can_hold_is_named_with_its_row() -> None:
+def test_reward_too_large_for_float32_is_named_with_its_row() -> None:
     """Sums and means of the largest that is accepted are finite; at 1e308 they raise OverflowError."""
     asked = items("0.5", "1e30", "large", "-1e31", "nan")
     with FunctionScorer("mine:odd", workers=1, timeout_seconds=5.0, default=-1.0) as scorer:
@@ -206,7 +206,7 @@ def test_batched_rewards() -> None:
 
 
 @pytest.mark.usefixtures("mine")
-def test_a_reward_may_be_told_its_limit() -> None:
+def test_reward_may_be_told_its_limit() -> None:
     with FunctionScorer("mine:told", workers=1, timeout_seconds=5.0, default=0.0) as scorer:
         assert score(scorer, items("")).rewards == [pytest.approx(4.0)]
 
@@ -256,7 +256,7 @@ if sys.argv[1:]:
 """
 
 
-def test_the_trainers_main_module_is_its_own(mine: Path) -> None:
+def test_trainers_main_module_is_its_own(mine: Path) -> None:
     """A script without a `__main__` guard, which leaves without closing anything."""
     (mine / "script.py").write_text(SCRIPT)
     done = subprocess.run([sys.executable, "script.py"], stdout=subprocess.PIPE, text=True, timeout=60, env=ENVIRONMENT)
@@ -264,7 +264,7 @@ def test_the_trainers_main_module_is_its_own(mine: Path) -> None:
     assert (done.returncode, done.stdout) == (0, f"main\n{scores}\n")
 
 
-def test_the_pool_goes_with_a_trainer_that_is_killed(mine: Path) -> None:
+def test_pool_goes_with_a_trainer_that_is_killed(mine: Path) -> None:
     (mine / "script.py").write_text(SCRIPT)
     with subprocess.Popen(
         [sys.executable, "script.py", "sleep"], stdout=subprocess.PIPE, text=True, env=ENVIRONMENT
@@ -283,7 +283,7 @@ def test_the_pool_goes_with_a_trainer_that_is_killed(mine: Path) -> None:
 
 @pytest.mark.usefixtures("mine")
 @pytest.mark.parametrize("victim", ["worker", "server"])
-def test_a_process_that_is_killed_between_batches_is_replaced(victim: str) -> None:
+def test_process_that_is_killed_between_batches_is_replaced(victim: str) -> None:
     before = set(descendants(os.getpid()))
     with FunctionScorer("mine:odd", workers=2, timeout_seconds=10.0, default=-1.0) as scorer:
         (worker,) = score(scorer, items("who")).rewards
@@ -294,7 +294,7 @@ def test_a_process_that_is_killed_between_batches_is_replaced(victim: str) -> No
 
 
 @pytest.mark.usefixtures("mine")
-def test_a_pool_that_itself_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pool_that_itself_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_client, "START_SECONDS", 1)
     monkeypatch.setattr(pool_client, "GRACE_SECONDS", 0.5)
     before = set(descendants(os.getpid()))
@@ -349,14 +349,14 @@ def test_rewards_that_do_not_load(mine: Path, spec: str, said: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_module_that_does_not_end(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_module_that_does_not_end(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (mine / "slow.py").write_text("import time\ntime.sleep(1000)\n")
     monkeypatch.setattr(pool_client, "START_SECONDS", 1)
     with pytest.raises(ValueError, match="reward 'slow:reward' does not load within 1 s"):
         check_reward("slow:reward")
 
 
-def test_a_module_that_breaks_after_it_was_checked(mine: Path) -> None:
+def test_module_that_breaks_after_it_was_checked(mine: Path) -> None:
     (mine / "mine.py").write_text("raise SystemExit('no licence')")
     with FunctionScorer("mine:reward", workers=2, timeout_seconds=5.0, default=0.5) as scorer:
         assert score(scorer, items("1", "2")) == Scores([0.5, 0.5], {"raised": 2}, {"raised": "SystemExit: no licence"})

@@ -28,14 +28,14 @@ def test_unequal(answer: str, reference: str) -> None:
     assert math(answer, reference) == 0.0
 
 
-def test_every_right_answer_is_right_the_other_way_round_and_equals_itself() -> None:
+def test_right_answers_stay_right_when_swapped_and_equal_themselves() -> None:
     for answer, reference in pairs(RIGHT):
         inside = answer.removeprefix(r"\boxed{").removesuffix("}")
         assert math(rf"\boxed{{{reference}}}", rf"\boxed{{{inside}}}") == 1.0, (answer, reference)
         assert math(answer, answer) == 1.0, answer
 
 
-def test_every_wrong_answer_is_wrong_the_other_way_round() -> None:
+def test_wrong_answers_stay_wrong_when_swapped() -> None:
     """Where it can be a reference at all."""
     for answer, reference in pairs(WRONG):
         if refusal(answer) is None:
@@ -98,7 +98,7 @@ def test_every_wrong_answer_is_wrong_the_other_way_round() -> None:
         ("1 2 3 4 5 6 7 8 9", "9", 0),
     ],
 )
-def test_where_the_answer_stands(answer: str, reference: str, reward: float) -> None:
+def test_math_finds_where_the_answer_stands(answer: str, reference: str, reward: float) -> None:
     assert math(answer, reference) == reward
 
 
@@ -132,7 +132,7 @@ SLOW = [
 
 
 @pytest.mark.parametrize("reference", ["7", r"\sqrt{2}+x", r"(x+1)^2+\sin x", r"(-\infty,3)"])
-def test_nothing_takes_long(reference: str) -> None:
+def test_math_ends_soon_on_slow_formulas(reference: str) -> None:
     """In a call: a limit of seconds ends the worker, which is counted as a failure of the reward."""
     for formula in SLOW:
         start = time.process_time()
@@ -141,7 +141,7 @@ def test_nothing_takes_long(reference: str) -> None:
 
 
 @pytest.mark.parametrize("formula", [r"(x+1)^{10000}<0", r"\max(" + ",".join(f"x_{{{n}}}" for n in range(58)) + ")"])
-def test_a_reference_takes_no_longer(formula: str) -> None:
+def test_reference_takes_no_longer(formula: str) -> None:
     """References are read before ranks start, where nothing limits their time."""
     start = time.process_time()
     check_reference(formula)
@@ -237,7 +237,7 @@ UNREADABLE = [
 
 
 @pytest.mark.parametrize("reference", UNREADABLE)
-def test_a_reference_that_says_nothing(reference: str) -> None:
+def test_reference_that_says_nothing(reference: str) -> None:
     for check in (check_reference, lambda text: math(r"\boxed{4}", text), lambda text: math(text, text)):
         with pytest.raises(ValueError, match="the reference has no mathematical expression"):
             check(reference)
@@ -266,13 +266,13 @@ WHOLE = [
 
 
 @pytest.mark.parametrize("reference", WHOLE)
-def test_a_text_and_a_formula_that_cannot_be_computed_equal_themselves(reference: str) -> None:
+def test_text_and_a_formula_that_cannot_be_computed_equal_themselves(reference: str) -> None:
     check_reference(reference)
     assert math(rf"\boxed{{ {reference} }}", reference) == 1.0
     assert math(r"\boxed{4}", reference) == 0.0
 
 
-def test_rows_whose_reference_cannot_be_read_are_told_before_ranks_start() -> None:
+def test_rows_with_unreadable_reference_are_told_before_ranks_start() -> None:
     recipe = load_recipe(Path(__file__).parents[2] / "recipes/demo-cpu.yaml", ["reward.name=math"])
     answers = ["4", r"\frac{1}{", r"\text{odd}", "3+"]
     examples = tuple(Example(row, "1+1?", answer, (1,)) for row, answer in enumerate(answers))

@@ -48,7 +48,7 @@ def check_all(folder: Path) -> None:
     manifest.check(folder)
 
 
-def test_every_bit_of_the_list_counts(saved: Path) -> None:
+def test_manifest_with_any_flipped_bit_is_refused(saved: Path) -> None:
     path = saved / manifest.MANIFEST
     content = path.read_bytes()
     for bit in range(8 * len(content)):
@@ -60,7 +60,7 @@ def test_every_bit_of_the_list_counts(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CONTENT)
-def test_each_file_is_named(saved: Path, name: str) -> None:
+def test_damaged_file_is_named(saved: Path, name: str) -> None:
     path, content = saved / name, CONTENT[name]
     for bit in (0, 4 * len(content), 8 * len(content) - 1):
         flipped = bytearray(content)
@@ -116,7 +116,7 @@ def test_names_that_no_file_has(saved: Path, name: str) -> None:
         manifest.check_sizes(saved)
 
 
-def test_a_folder_of_the_list_that_is_a_link(saved: Path) -> None:
+def test_folder_of_the_list_that_is_a_link(saved: Path) -> None:
     outside = saved.parent / "outside"
     outside.mkdir()
     (outside / "a").write_bytes(b"7")
@@ -150,7 +150,7 @@ def test_lists_that_are_none(saved: Path, content: bytes) -> None:
         assert "has no list of its files that can be read" in problem_of(saved, check)
 
 
-def test_a_list_that_is_no_file(saved: Path) -> None:
+def test_list_that_is_no_file(saved: Path) -> None:
     path = saved / manifest.MANIFEST
     path.rename(saved.parent / "outside")
     assert "No such file" in problem_of(saved)
@@ -168,7 +168,7 @@ def test_a_list_that_is_no_file(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("name", manifest.REQUIRED)
-def test_what_every_checkpoint_has_must_be_listed(saved: Path, name: str) -> None:
+def test_manifest_must_list_what_every_checkpoint_has(saved: Path, name: str) -> None:
     """Otherwise Megatron would unpickle a file that nobody has checked."""
     relist(saved, lambda files: files.pop(name))
     assert f"manifest.json does not list {name}" in problem_of(saved)
@@ -207,7 +207,7 @@ def told_by(work: Path, rank: int) -> dict[str, Any]:
 
 @pytest.mark.engines
 @pytest.mark.timeout(400)
-def test_every_reader_names_every_damage_and_reads_no_further(work: Path) -> None:
+def test_readers_each_name_every_damage_and_read_no_further(work: Path) -> None:
     by_rank = [told_by(work, rank)["damaged"] for rank in range(2)]
     assert by_rank[0] == by_rank[1]
     files = set(manifest.list_files(work / "damaged/checkpoints/step-000001")) | {manifest.MANIFEST}
@@ -236,7 +236,7 @@ def test_every_reader_names_every_damage_and_reads_no_further(work: Path) -> Non
 
 
 @pytest.mark.engines
-def test_a_checkpoint_that_is_as_listed_and_cannot_be_loaded(work: Path) -> None:
+def test_checkpoint_that_is_as_listed_and_cannot_be_loaded(work: Path) -> None:
     """PyTorch's error of it is no `Exception`, and names no file."""
     for rank in range(2):
         told = told_by(work, rank)["unloadable"]

@@ -38,7 +38,7 @@ RECORDED = r"""
         ("/", "ext4"),
     ],
 )
-def test_the_innermost_mount_counts(path: str, kind: str) -> None:
+def test_innermost_mount_counts(path: str, kind: str) -> None:
     assert file_system_type(Path(path), RECORDED) == kind
     found, said = file_system_warning(Path(path), RECORDED)
     if kind.startswith(("nfs", "fuse")):
@@ -48,7 +48,7 @@ def test_the_innermost_mount_counts(path: str, kind: str) -> None:
         assert (found, said) == ("", "")
 
 
-def test_nothing_is_known_without_mounts() -> None:
+def test_file_system_type_is_unknown_without_mounts() -> None:
     assert file_system_type(Path("/runs"), "") == ""
     assert file_system_warning(Path("/runs"), "") == ("", "")
 

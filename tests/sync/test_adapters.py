@@ -170,7 +170,7 @@ def test_steps_equal_plain_pytorch(results: Results, family: str, layout: str) -
 
 
 @every_case
-def test_a_checkpoint_has_the_adapters_alone(results: Results, family: str, layout: str) -> None:
+def test_checkpoint_has_the_adapters_alone(results: Results, family: str, layout: str) -> None:
     found = results.of(family, layout)
     tensors = {name for name in found["saved"] if "layers" in name}
     assert tensors
@@ -182,7 +182,7 @@ def test_a_checkpoint_has_the_adapters_alone(results: Results, family: str, layo
 
 
 @every_case
-def test_in_bfloat16_the_optimizer_begins_with_the_files_too(results: Results, family: str, layout: str) -> None:
+def test_optimizer_in_bfloat16_begins_with_the_files_too(results: Results, family: str, layout: str) -> None:
     begun = tensors_in(results.folder / f"{family}-adapters")
     whole = assembled(results.of(family, layout)["bfloat16"], {n: m.bfloat16() for n, m in begun.items()})
     assert all(torch.equal(whole[name], matrix.bfloat16()) for name, matrix in begun.items())

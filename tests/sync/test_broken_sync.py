@@ -17,7 +17,7 @@ NOT_WHOLE = "vLLM's weights are incomplete"
 @pytest.mark.engines
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("shared_memory", ["auto", pytest.param("never", marks=pytest.mark.slow)])
-def test_a_half_applied_sync_is_never_generated_with(
+def test_half_applied_sync_is_never_generated_with(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, shared_memory: str
 ) -> None:
     with pytest.raises(RanksFailed, match="failed with exit code"):

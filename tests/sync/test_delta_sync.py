@@ -59,7 +59,7 @@ def assert_right(results: list[list[dict]]) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2"])
-def test_a_dense_model(family: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_dense_model(family: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Tied embeddings and biases; nearly everything is sent sparsely, within 10 % of its entropy."""
     results = run(tmp_path / "out.json", 2, 3, "plain", {family: tiny_checkpoint(family)})[family]
     assert_right(results)
@@ -85,12 +85,14 @@ def test_experts_and_latent_attention(family: str, tiny_checkpoint: Callable[...
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("family", [*checkpoints.DENSE, *checkpoints.SPARSE])
-def test_two_hundred_syncs(family: str, tp: int, tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_delta_sync_is_exact_two_hundred_times(
+    family: str, tp: int, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
     """Ten families, two rollout layouts and two train layouts each, 7 syncs of every one: 280."""
     assert_right(run(tmp_path / "out.json", tp, 7, "plain", {family: tiny_checkpoint(family)})[family])
 
 
-def test_what_can_go_wrong(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_delta_sync_finds_what_can_go_wrong(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     with pytest.raises(RanksFailed, match="failed with exit code"):
         run(out, 2, 1, "faults", {"qwen2": tiny_checkpoint("qwen2")})
@@ -109,9 +111,7 @@ def test_what_can_go_wrong(tiny_checkpoint: Callable[..., Path], tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_cpu_whose_ranks_share_memory_sends_all_elements(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_cpu_whose_ranks_share_memory_sends_all_elements(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Encoding and sockets take longer than copies: measured, 1.7 to 8 times (`benchmarks/results/reshard-cpu.md`)."""
     results = run(tmp_path / "out.json", 2, 2, "auto", {"qwen2": tiny_checkpoint("qwen2")})["qwen2"]
     for syncs in zip(*results, strict=True):

@@ -74,7 +74,7 @@ def truth(folder: Path, block: tuple[int, int] = BLOCK) -> dict[str, torch.Tenso
     }
 
 
-def test_every_slice_is_dequantized_with_its_own_scales(checkpoint: Path) -> None:
+def test_fp8_slices_are_dequantized_with_their_own_scales(checkpoint: Path) -> None:
     name, entries = "model.layers.0.self_attn.o_proj.weight", read_index(checkpoint)
     assert entries.keys() == truth(checkpoint).keys()
     assert entries[name].dtype == "bfloat16"
@@ -88,7 +88,7 @@ def test_every_slice_is_dequantized_with_its_own_scales(checkpoint: Path) -> Non
                 assert torch.equal(found, truth(checkpoint)[name][rows, columns])
 
 
-def test_a_rank_loads_it_into_float32(checkpoint: Path) -> None:
+def test_rank_loads_it_into_float32(checkpoint: Path) -> None:
     name, wanted = "model.layers.0.self_attn.o_proj.weight", Box((3, 5), (6, 9))
     tensors = {"local": torch.zeros(6, 9)}
     load_files(checkpoint, Demand((Piece(name, wanted, View("local", 0, (9, 1)), "float32"),)), tensors, rank=0)
@@ -153,7 +153,7 @@ def as_published(folder: Path, block: tuple[int, int] | None) -> None:
 @pytest.mark.engines
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("family", "block"), [("deepseek_v3", (48, 80)), ("kimi_k2", (48, 80)), ("glm4_moe", None)])
-def test_both_engines_take_a_checkpoint_as_published_and_give_back_its_bf16_form(
+def test_published_checkpoint_loads_in_both_engines_and_exports_as_bf16(
     family: str, block: tuple[int, int] | None, demo: Path, tmp_path: Path
 ) -> None:
     """Four real ranks; the learning rate is 0, so that an export must be what was loaded."""

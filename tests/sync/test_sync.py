@@ -100,7 +100,7 @@ def test_bit_for_bit_as_freshly_loaded(results: list[dict], sync: str, what: str
         assert result[sync]["landed"] >= 40  # tensors seen before their finalization: not only live ones
 
 
-def test_all_that_computes_is_compared(results: list[dict], tiny_checkpoint: Callable[..., Path]) -> None:
+def test_comparison_covers_all_that_computes(results: list[dict], tiny_checkpoint: Callable[..., Path]) -> None:
     """What there is to compare is read from the checkpoint: it cannot vanish by a name that vLLM changes."""
     for result in results:
         folder = tiny_checkpoint(result["family"], SEEDS[0])
@@ -151,7 +151,7 @@ def test_network_bytes_are_their_bound(results: list[dict]) -> None:
     assert sum(result["relayed_bytes"] for result in results) > 0
 
 
-def test_nothing_but_the_plan_moves(results: list[dict]) -> None:
+def test_sync_moves_nothing_but_the_plan(results: list[dict]) -> None:
     """Every c10d operation of a sync is one of the plan's sends and receives; nothing is gathered or broadcast.
 
     All else that a rank receives it copies out of the memory of ranks of its node.
@@ -170,7 +170,7 @@ def test_nothing_but_the_plan_moves(results: list[dict]) -> None:
     assert sum(sum(result["borrowed"].values()) for result in results) > 0
 
 
-def test_the_plan_says_what_is_measured(results: list[dict], tmp_path: Path) -> None:
+def test_plan_says_what_is_measured(results: list[dict], tmp_path: Path) -> None:
     """Of every rank, byte for byte, from the recipe alone, though vLLM's ranks are placed in some other order."""
     for case in cases_of(results):
         (tmp_path / "recipe.yaml").write_text(case[0]["recipe"])
@@ -187,7 +187,7 @@ def test_the_plan_says_what_is_measured(results: list[dict], tmp_path: Path) -> 
         assert max(result["report"]["finalize_bytes"] for result in case) <= plan.finalize
 
 
-def test_both_engines_say_the_same(results: list[dict]) -> None:
+def test_engines_say_the_same(results: list[dict]) -> None:
     for case in cases_of(results):
         differences = [result["mismatch"] for result in case if result["mismatch"] is not None]
         assert differences
@@ -195,7 +195,7 @@ def test_both_engines_say_the_same(results: list[dict]) -> None:
             assert max(differences) <= 1e-3, (case[0]["family"], case[0]["train"])
 
 
-def test_no_tensor_changes_its_address(results: list[dict]) -> None:
+def test_tensors_keep_their_addresses(results: list[dict]) -> None:
     for result in results:
         assert result["moved"] == [], (result["family"], result["train"])
 

@@ -21,7 +21,7 @@ WORK = EncodingWork(
 )
 
 
-def test_what_was_measured_on_a_cpu() -> None:
+def test_predicted_seconds_match_what_was_measured_on_a_cpu() -> None:
     """0.050 s for all elements where ranks share memory, 0.239 s for 2 % of them, within a factor of 1.5."""
     dense = dense_seconds(LOAD, CPU, borrows=True)
     delta = delta_seconds(LOAD, WORK, 0.02, BF16, CPU, borrows=True)
@@ -38,7 +38,7 @@ def test_packed_weights_are_no_reason_to_leave_the_overlapped_path() -> None:
     assert delta_seconds(LOAD, work, 0.005, BF16, CPU) > 0.99 * dense > exposed
 
 
-def test_a_slow_network_is_where_changed_elements_pay() -> None:
+def test_slow_network_is_where_changed_elements_pay() -> None:
     load = SyncLoad(far_sent=8e9, far_received=8e9)
     work = EncodingWork(launches=20_000, host_waits=1000, counted=4e9, found=4e9, encoded=4e9, decoded=4e9)
     h100 = hardware_of(Machine(kind="h100-8x400g"))
@@ -49,5 +49,5 @@ def test_a_slow_network_is_where_changed_elements_pay() -> None:
     assert delta_seconds(load, work, 0.005, BF16, replace(h100, launch_seconds=1e-5)) > 0.16
 
 
-def test_nothing_to_move_takes_no_time() -> None:
+def test_sync_with_nothing_to_move_takes_no_time() -> None:
     assert delta_seconds(SyncLoad(), EncodingWork(), 0.02, BF16, CPU) == 0.0 == dense_seconds(SyncLoad(), CPU)

@@ -14,7 +14,7 @@ ROW, TENSORS = 16, 3  # bytes of a row of a tensor
 
 
 @pytest.mark.engines
-def test_a_rank_has_a_source_a_sink_or_both(tmp_path: Path) -> None:
+def test_rank_has_a_source_a_sink_or_both(tmp_path: Path) -> None:
     run_ranks(JOB, 3, [str(tmp_path)], timeout=120)
     trainer, both, generator = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3))
     for one in (both, generator):

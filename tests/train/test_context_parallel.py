@@ -176,7 +176,7 @@ def test_critic_and_scores_equal_those_of_whole_sequences(results: Results) -> N
                 assert (rank["scores"] - scores[rank["rows"]]).abs().max() <= 1e-4, (family, layout)
 
 
-def test_a_checkpoint_is_read_in_other_layouts(results: Results) -> None:
+def test_checkpoint_is_read_in_other_layouts(results: Results) -> None:
     for family, (first, *others) in results.resumed.items():
         whole = results.of(family, "resumed", first)
         for layout in others:
@@ -201,7 +201,7 @@ def test_gpus_need_an_attention_for_it() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_a_run_learns_from_the_same_answers(demo: Path, tmp_path: Path) -> None:
+def test_run_learns_from_the_same_answers(demo: Path, tmp_path: Path) -> None:
     """Through both engines, with every sync verified; recorded steps are done again bit for bit, or without sharing."""
     demo_folder(tmp_path, demo)
     (tmp_path / "rewards.py").write_text(

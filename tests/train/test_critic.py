@@ -90,7 +90,7 @@ def test_values_and_scores_equal_transformers(results: Results) -> None:
         assert_values(ranks, "scores", true_scores(folder))
 
 
-def test_a_reward_model_on_ranks_of_its_own_equals_transformers(results: Results) -> None:
+def test_reward_model_on_ranks_of_its_own_equals_transformers(results: Results) -> None:
     """On four ranks, TP2 x PP2, for samples that are not whole micro batches."""
     true = true_scores(results.checkpoints[results.cases[0][0]]["classifier"])[:13]
     for scores in results.of("apart", "scores"):
@@ -105,7 +105,7 @@ def assert_reports(reports: list[Any], loss: float, norm: float) -> None:
     assert all(report["grad_norm"] == pytest.approx(norm, rel=1e-5) for report in reports)
 
 
-def test_a_step_equals_plain_pytorch(results: Results) -> None:
+def test_step_equals_plain_pytorch(results: Results) -> None:
     for family, layout in results.cases:
         folder, name = results.checkpoints[family]["classifier"], f"{family}-{layout}"
         losses, norms, _, weights = true_value_step(folder, steps=1, fresh=False)
@@ -119,7 +119,7 @@ def test_a_step_equals_plain_pytorch(results: Results) -> None:
                 assert (tensor - before[key]).abs().max() > 5e-5, key
 
 
-def test_a_head_that_the_checkpoint_lacks_starts_at_zero(results: Results) -> None:
+def test_head_that_the_checkpoint_lacks_starts_at_zero(results: Results) -> None:
     for family, layout in results.cases:
         name = f"{family}-{layout}"
         losses, norms, values, _ = true_value_step(results.checkpoints[family]["start"], steps=2, fresh=True)
@@ -147,7 +147,7 @@ def test_policy_and_critic_share_a_checkpoint(results: Results) -> None:
     assert_values(results.of("resume", "frozen"), "values", true_value_step(folder, steps=1, fresh=True)[2])
 
 
-def test_a_head_of_several_labels_is_refused(tmp_path: Path, tiny_checkpoint: Callable[..., Path]) -> None:
+def test_head_of_several_labels_is_refused(tmp_path: Path, tiny_checkpoint: Callable[..., Path]) -> None:
     from transformers import AutoModelForSequenceClassification
 
     from hybrid3d.inputs.models import read_config

@@ -190,7 +190,7 @@ def test_packed_equals_padded(work: Path, kind: str) -> None:
         assert packed == pytest.approx(padded, rel=1e-5, abs=1e-5)
 
 
-def test_the_margin_rises(work: Path) -> None:
+def test_margin_rises(work: Path) -> None:
     margins = [row["preference/margin"] for row in json.loads((work / "out.json").read_text())["dpo-packed"]["rows"]]
     assert margins[0] == pytest.approx(0.0, abs=1e-5)  # of the policy, which is the reference
     assert margins == sorted(margins)

@@ -250,7 +250,7 @@ def test_logprobs_are_of_the_distribution_that_is_sampled_from(results: Results,
     ("family", "layout", "kind", "micro_batch"),
     [case(family, layout, *step) for family in FAMILIES for layout in CASES[family] for step in STEPS[layout]],
 )
-def test_a_step_equals_plain_pytorch(results: Results, family: str, layout: str, kind: str, micro_batch: int) -> None:
+def test_step_equals_plain_pytorch(results: Results, family: str, layout: str, kind: str, micro_batch: int) -> None:
     source = results.source(family)
     means, norm, weights = true_step(source, results.checkpoints[family]["near"], kind)
     reports, inputs = results.of(family, layout, f"{kind}-{micro_batch}"), make_inputs()
@@ -288,7 +288,7 @@ def test_export_gives_back_what_was_loaded(results: Results, family: str, layout
 
 
 @every_resumed
-def test_a_resumed_run_repeats_what_would_have_come(results: Results, family: str) -> None:
+def test_resumed_run_repeats_what_would_have_come(results: Results, family: str) -> None:
     went_on, resumed = (results.of(family, "resume", what) for what in ("went on", "resumed"))
     assert resumed == went_on  # losses, gradient norms and learning rates, to the last bit
     assert went_on[0][0]["lr"] != went_on[0][1]["lr"]
@@ -298,7 +298,7 @@ def test_a_resumed_run_repeats_what_would_have_come(results: Results, family: st
 
 @every_resumed
 @pytest.mark.parametrize("layout", ELSEWHERE)
-def test_a_checkpoint_loads_into_another_layout(results: Results, family: str, layout: str) -> None:
+def test_checkpoint_loads_into_another_layout(results: Results, family: str, layout: str) -> None:
     """Weights to the last bit; and the optimizer's state, by what two further updates come to."""
     kinds = "saved", f"loaded-{layout}", "went-on", f"resumed-{layout}"
     saved, loaded, went_on, resumed = (tensors_in(results.exported(family, "resume", kind)) for kind in kinds)

@@ -35,7 +35,7 @@ def test_sequences_lie_one_behind_the_other(batch: Batch) -> None:
     assert not full.padded.any()
 
 
-def test_what_is_said_of_a_next_token_comes_back_to_it(batch: Batch) -> None:
+def test_next_token_values_come_back_to_their_token(batch: Batch) -> None:
     """Of the token at position n of the model's output it is said 100 + n."""
     from hybrid3d.train.micro_batches import in_one_row, in_rows
 
@@ -117,7 +117,7 @@ def test_ranks_share_each_packed_sequence(batch: Batch, cp: int) -> None:
     assert (~packed.padded[0]).nonzero().flatten().tolist() == [0, 1, 2, *(ends[1] + n for n in range(4))]
 
 
-def test_what_ranks_say_of_a_next_token_comes_back_to_it(batch: Batch) -> None:
+def test_next_token_values_of_ranks_come_back_to_their_token(batch: Batch) -> None:
     """Of the token at position n of the whole row it is said 100 + n; the ranks' shares are put together here."""
     from hybrid3d.train import micro_batches
 

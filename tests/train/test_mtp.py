@@ -115,7 +115,7 @@ def test_loss_and_gradients_equal_plain_pytorch(results: Results) -> None:
 
 
 @pytest.mark.slow
-def test_in_bfloat16_rounding_is_all_that_differs(tmp_path: Path) -> None:
+def test_mtp_in_bfloat16_differs_only_by_rounding(tmp_path: Path) -> None:
     results = results_of(tmp_path, "deepseek_v3", 2, {"pp2": dict(pp=2), "tp2-ep2": dict(tp=2, ep=2)}, "bfloat16")
     start, true = tensors_in(tmp_path / "source"), results.true
     for layout in results.layouts:
@@ -136,7 +136,7 @@ def test_in_bfloat16_rounding_is_all_that_differs(tmp_path: Path) -> None:
                 assert not torch.equal(tensor, start[name].bfloat16().float()), name
 
 
-def test_the_policy_is_updated_as_without_it(results: Results) -> None:
+def test_policy_is_updated_as_without_it(results: Results) -> None:
     for layout in results.layouts:
         for step in range(2):
             plain, found = (results.reports(layout, what, step) for what in ("plain", "mtp"))
@@ -199,7 +199,7 @@ def test_exports_and_checkpoints_have_it(results: Results) -> None:
         assert all(torch.equal(elsewhere[name], tensor) for name, tensor in first.items())
 
 
-def test_a_gradient_that_is_not_finite_updates_nothing(results: Results) -> None:
+def test_gradient_that_is_not_finite_updates_nothing(results: Results) -> None:
     for layout in results.layouts:
         for found in results.of(layout, "broken"):
             assert not math.isfinite(found["grad_norm"])
@@ -228,14 +228,16 @@ def model(tmp_path: Path) -> Path:
     ],
     ids=["no layer", "two", "negative", "cp", "pairs", "lora"],
 )
-def test_what_cannot_be_trained_is_refused(model: Path, settings: list[str], layers: int, message: str) -> None:
+def test_mtp_layers_that_cannot_be_trained_are_refused(
+    model: Path, settings: list[str], layers: int, message: str
+) -> None:
     path = model / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_nextn_predict_layers": layers}))
     with pytest.raises(RecipeError, match=message):
         check_model(load_recipe(ROOT / "recipes/demo-cpu.yaml", [f"model.path={model}", *settings]))
 
 
-def test_a_checkpoint_without_its_tensors_is_refused(model: Path) -> None:
+def test_checkpoint_without_its_tensors_is_refused(model: Path) -> None:
     config, tensors = read_config(model), tensors_in(model)
     check_weights(config, str(model), with_mtp=True)
     tensors.pop(f"{MTP}hnorm.weight")
@@ -252,7 +254,7 @@ def test_a_checkpoint_without_its_tensors_is_refused(model: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_trains_and_exports_it(demo: Path, tmp_path: Path) -> None:
+def test_run_trains_and_exports_it(demo: Path, tmp_path: Path) -> None:
     """And does nothing else otherwise than a run without: its policy, metrics and answers are the same."""
     start = tensors_in(experts_folder(tmp_path, demo, "deepseek_v3", make=make_mtp_checkpoint))
     settings = [*EXPERTS, "run.steps=2", "train.ep=2", "algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=4"]

@@ -40,7 +40,7 @@ def steps(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, lis
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_update_of_a_step_is_its_first_pass(steps: dict[str, list[dict[str, Any]]], layout: str) -> None:
+def test_update_of_a_step_is_its_first_pass(steps: dict[str, list[dict[str, Any]]], layout: str) -> None:
     """Bit for bit: every metric, every old log-probability and weight of a token, and every tensor after the update."""
     without, with_pass = steps[layout]
     assert [rank["passes"] for rank in without["ranks"]] == [0] * 4

@@ -35,7 +35,7 @@ def of_ranks(results: Path, what: str, family: str, dtype: str, ranks: int) -> l
 
 
 @pytest.mark.parametrize(("family", "dtype"), CASES)
-def test_a_resume_is_the_run_that_was_not_interrupted(results: Path, family: str, dtype: str) -> None:
+def test_resume_is_the_run_that_was_not_interrupted(results: Path, family: str, dtype: str) -> None:
     for found in of_ranks(results, "save", family, dtype, 4):
         assert found["possible"]
         for sharding in ("fully_reshardable", "dp_reshardable"):
@@ -48,7 +48,7 @@ def test_a_resume_is_the_run_that_was_not_interrupted(results: Path, family: str
 
 
 @pytest.mark.parametrize(("family", "dtype"), CASES)
-def test_another_number_of_data_parallel_ranks_loads_the_same_state(results: Path, family: str, dtype: str) -> None:
+def test_optimizer_state_is_the_same_with_another_data_parallel_size(results: Path, family: str, dtype: str) -> None:
     """As from the format that every layout can be loaded from; another TP is refused with both."""
     for found in of_ranks(results, "load", family, dtype, 2):
         assert found["equal"]

@@ -44,7 +44,7 @@ def test_choices_are_kept_as_bytes() -> None:
     assert NO_CHOICES.extended(kept) == kept.extended(NO_CHOICES) == kept
 
 
-def test_an_answer_that_goes_on_keeps_its_first_choices() -> None:
+def test_answer_that_goes_on_keeps_its_first_choices() -> None:
     """Each request returns those of its whole context; what it computed again was chosen before."""
     answer = AnswerTokens()
     answer.append_generated(
@@ -56,7 +56,7 @@ def test_an_answer_that_goes_on_keeps_its_first_choices() -> None:
     assert len(answer.experts) == 2 + len(answer.tokens) - 1
 
 
-def test_branches_that_only_fill_a_batch_have_choices_for_their_tokens() -> None:
+def test_filling_branches_have_choices_for_their_tokens() -> None:
     sample = Sample("", (1, 2, 3), (4, 5), (True, True), (-1.0, -1.0), "", 0.0, (0, 0), experts=choices(0, 1, 2, 3))
     _, filling = filled_up([sample], 2)
     assert filling.experts == choices(0, 1)
@@ -160,7 +160,7 @@ def test_given_experts_are_weighted_as_megatron_weights_them(kind: str, logits: 
 
 @pytest.mark.engines
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_where_nothing_is_given_the_router_chooses(kind: str, logits: torch.Tensor) -> None:
+def test_router_chooses_where_nothing_is_given(kind: str, logits: torch.Tensor) -> None:
     from hybrid3d.train.megatron.router_replay import RouterChoices
 
     replay, (probs, chosen) = RouterChoices(), routed(logits, kind)
@@ -176,7 +176,7 @@ def test_where_nothing_is_given_the_router_chooses(kind: str, logits: torch.Tens
 
 
 @pytest.mark.engines
-def test_layers_that_are_computed_again_get_the_choices_of_their_micro_batch(logits: torch.Tensor) -> None:
+def test_recomputed_layers_get_the_choices_of_their_micro_batch(logits: torch.Tensor) -> None:
     """With full recomputation the forward passes of several micro batches may come before their backward passes."""
     from collections import deque
 

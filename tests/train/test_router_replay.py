@@ -150,7 +150,7 @@ def test_choices_are_replayed_in_every_layout(family: str, tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
-def test_in_bfloat16_rounding_changes_choices_too(family: str, tmp_path: Path) -> None:
+def test_router_replay_narrows_gaps_in_bfloat16_too(family: str, tmp_path: Path) -> None:
     ranks = measured(tmp_path, family, {"tp": {"tp": 2}}, ranks=2, rollout_tp=2, dtype="bfloat16")
     metrics = ranks[0]["tp"]["metrics"]
     without, replayed = p99(ranks, "tp", "none gaps"), p99(ranks, "tp", "rollout gaps")
@@ -163,7 +163,7 @@ def test_in_bfloat16_rounding_changes_choices_too(family: str, tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("replay", ["old", "rollout"])
-def test_a_run_with_router_replay_is_replayed_bit_for_bit(replay: str, demo: Path, tmp_path: Path) -> None:
+def test_run_with_router_replay_is_replayed_bit_for_bit(replay: str, demo: Path, tmp_path: Path) -> None:
     """Through the commands, with two updates a step, which are computed again from the record."""
     experts_folder(tmp_path, demo, "qwen3_moe")
     settings = [*EXPERTS, "run.steps=2", "algorithm.prompts_per_step=8", "algorithm.samples_per_prompt=4"]

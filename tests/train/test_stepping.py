@@ -24,7 +24,7 @@ MORE = {"llama": [{"dp": 4}], "mixtral": [{"dp": 4, "ep": 2}, {"pp": 2, "dp": 2,
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("layouts", [LAYOUTS, pytest.param(MORE, marks=pytest.mark.slow)], ids=["", "more"])
-def test_a_step_in_parts_is_the_step(layouts: dict[str, list[dict[str, int]]], tmp_path: Path) -> None:
+def test_step_in_parts_is_the_step(layouts: dict[str, list[dict[str, int]]], tmp_path: Path) -> None:
     work = {str(make_checkpoint(tmp_path / family, family, seed=1)): of for family, of in layouts.items()}
     run_ranks(Path(__file__).parents[1] / "jobs" / "stepping.py", 4, [json.dumps(work)], 300)
 
@@ -43,7 +43,7 @@ class CountsByGroup(torch.optim.Optimizer):
                 self.used += [(id(p), group["step"]) for p in group["params"]]
 
 
-def test_all_parts_of_a_step_are_one_step_for_an_optimizer_that_counts_by_group() -> None:
+def test_optimizer_that_counts_by_group_takes_parts_as_one_step() -> None:
     params = [torch.zeros(1) for _ in range(5)]
     optimizer = CountsByGroup([{"params": params[:3]}, {"params": params[3:]}])
     for step in (1, 2):

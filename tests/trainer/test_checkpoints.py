@@ -50,7 +50,7 @@ class Together(RuntimeError):
     ("error", "finished"),
     [(None, 1), (Together(), 1), (RuntimeError(), 0), (CheckpointWriteError("full", raised_on_all_ranks=True), 0)],
 )
-def test_what_is_being_written_is_waited_for_where_all_ranks_are_there(
+def test_checkpoint_being_written_is_awaited_where_all_ranks_are_there(
     checkpoints: Any, error: BaseException | None, finished: int
 ) -> None:
     checkpoints._writing = written = Written(checkpoint_folder(checkpoints._record.folder, 4))
@@ -58,9 +58,7 @@ def test_what_is_being_written_is_waited_for_where_all_ranks_are_there(
     assert written.finished == finished
 
 
-def test_a_checkpoint_that_its_owner_can_mend_is_not_set_aside(
-    checkpoints: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoint_that_its_owner_can_mend_is_not_set_aside(checkpoints: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = checkpoint_folder(checkpoints._record.folder, 1)
     folder.mkdir(parents=True)
 
@@ -73,7 +71,7 @@ def test_a_checkpoint_that_its_owner_can_mend_is_not_set_aside(
     assert folder.exists()
 
 
-def test_the_settings_of_a_step_say_how_many_checkpoints_stay(checkpoints: Any) -> None:
+def test_settings_of_a_step_say_how_many_checkpoints_stay(checkpoints: Any) -> None:
     """Also of a step after which none is written: the one that is being written is finished by them."""
     folder = checkpoints._record.folder
     for step in (1, 2, 3):
@@ -84,7 +82,7 @@ def test_the_settings_of_a_step_say_how_many_checkpoints_stay(checkpoints: Any) 
     assert [checkpoint_folder(folder, step).exists() for step in (1, 2, 3)] == [False, True, True]
 
 
-def test_a_checkpoint_that_stays_is_told_and_stops_nothing(checkpoints: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_that_stays_is_told_and_stops_nothing(checkpoints: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = checkpoints._record.folder
     for step in (1, 2):
         checkpoint_folder(folder, step).mkdir(parents=True)

@@ -144,7 +144,7 @@ def test_rows_that_fill_a_batch_are_no_answers(
 
 
 @pytest.mark.parametrize("mode", get_args(Aggregation))
-def test_each_minibatch_is_a_mean_over_its_answers(mode: Aggregation, alone: dist.ProcessGroup) -> None:
+def test_minibatch_is_a_mean_over_its_answers(mode: Aggregation, alone: dist.ProcessGroup) -> None:
     samples = branched((1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0))
     settings = [f"algorithm.loss_agg_mode={mode}", "algorithm.policy_loss=reinforce", "algorithm.name=grpo"]
     settings += ["algorithm.advantage_scale=none", "algorithm.minibatches=2", "train.micro_batch_size=4"]
@@ -188,7 +188,7 @@ def test_tokens_that_are_not_trained_count_in_no_statistic(settings: list[str], 
     assert found[0][1] == pytest.approx(found[1][1], rel=1e-6)
 
 
-def test_a_step_without_an_answer_to_train(alone: dist.ProcessGroup) -> None:
+def test_step_without_an_answer_to_train(alone: dist.ProcessGroup) -> None:
     answers = [replace(one, truncated=True) for one in branched((1.0, 0.0))]
     for settings in STATISTICS.values():
         recipe = recipe_of(
@@ -204,7 +204,7 @@ def shaped_by_hand(reward: float, tokens: int) -> float:
 
 
 @pytest.mark.parametrize("whitens", [False, True])
-def test_the_greedy_answer_is_shaped_like_the_others(whitens: bool, alone: dist.ProcessGroup) -> None:
+def test_greedy_answer_is_shaped_like_the_others(whitens: bool, alone: dist.ProcessGroup) -> None:
     """An answer that is as good and as long as the greedy one has no advantage, whatever `reward` does to both."""
     rewards, baselines = (1.0, 0.75, 0.0, 1.0), (1.0, 1.0, 0.25, 0.0)
     lengths, greedy = (6, 6, 3, 5), (6, 5, 3, 2)
@@ -267,7 +267,7 @@ ONE_UPDATE = {
 
 
 @pytest.mark.parametrize("settings", ONE_UPDATE.values(), ids=ONE_UPDATE)
-def test_one_update_needs_no_pass_before_it(
+def test_single_update_needs_no_pass_before_it(
     settings: list[str], alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit what it is with a pass: the gradient, the metrics, and what a record keeps of the step."""
@@ -306,14 +306,14 @@ EARLIER = {
 
 
 @pytest.mark.parametrize("settings", EARLIER.values(), ids=EARLIER)
-def test_what_is_needed_before_an_update_takes_a_pass(settings: list[str], alone: dist.ProcessGroup) -> None:
+def test_values_needed_before_an_update_take_a_pass(settings: list[str], alone: dist.ProcessGroup) -> None:
     samples = branched((1.0, 0.0, 0.25, 1.0, 0.0, 1.0, 0.75, 0.0))
     policy, experience, _ = trained(samples, recipe_of("algorithm.name=grpo", *settings), alone)
     assert policy.passes == 1
     assert not experience.old_from_update
 
 
-def test_the_first_mismatch_is_measured_before_the_first_update(
+def test_initial_mismatch_is_measured_before_the_first_update(
     alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The comparison of the engines takes a pass, and the update all the same computes what it is relative to."""
@@ -330,7 +330,7 @@ def test_the_first_mismatch_is_measured_before_the_first_update(
     assert compared[0] == pytest.approx(float(TABLE[tokens].abs().mean()) * 0.1, rel=1e-5)
 
 
-def test_a_critic_that_is_not_updated_leaves_the_old_log_probabilities_to_a_pass(
+def test_critic_without_update_leaves_old_log_probabilities_to_a_pass(
     alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The policy's update is skipped then, and what the step measures is measured all the same."""

@@ -72,7 +72,7 @@ def wait(holds: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.02)
 
 
-def test_silence_is_told_before_the_process_that_is_silent_is_killed(store: dist.Store, told: Told) -> None:
+def test_silence_is_told_before_the_silent_process_is_killed(store: dist.Store, told: Told) -> None:
     """Its death makes the launcher end all ranks, after which no rank could report it."""
     first, second = begin(store, told)
     second._stopped.set()  # silent without a word
@@ -85,7 +85,9 @@ def test_silence_is_told_before_the_process_that_is_silent_is_killed(store: dist
     assert ended == ("exit", 1)
 
 
-def test_what_cannot_be_told_is_acted_upon(store: dist.Store, told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silence_that_cannot_be_told_is_acted_upon(
+    store: dist.Store, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If reporting fails, as on a full disk, the run must still end."""
     monkeypatch.setattr(threading, "excepthook", lambda args: told.append(("raised", args.exc_type)))
     first, second = begin(store, told)
@@ -107,7 +109,7 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize(("agent", "said"), [("True", "the store in its node's torchrun has not"), ("", "it has not")])
-def test_a_store_that_is_gone(
+def test_store_that_is_gone(
     store: dist.Store, told: Told, agent: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agent)
@@ -127,7 +129,7 @@ def test_a_store_that_is_gone(
     assert words.startswith(said)
 
 
-def test_a_connection_that_breaks_is_made_anew(store: dist.Store, told: Told) -> None:
+def test_connection_that_breaks_is_made_anew(store: dist.Store, told: Told) -> None:
     first, second = begin(store, told)
 
     class Broken:
@@ -144,7 +146,7 @@ def test_a_connection_that_breaks_is_made_anew(store: dist.Store, told: Told) ->
     assert told == []
 
 
-def test_a_rank_that_is_over_may_be_silent(store: dist.Store, told: Told) -> None:
+def test_rank_that_is_over_may_be_silent(store: dist.Store, told: Told) -> None:
     first, second = begin(store, told)
     second.stop()
     assert not any(thread.is_alive() for thread in second._threads)
@@ -155,7 +157,7 @@ def test_a_rank_that_is_over_may_be_silent(store: dist.Store, told: Told) -> Non
     first.stop()
 
 
-def test_a_rank_in_start_up_has_longer(store: dist.Store, told: Told) -> None:
+def test_rank_in_start_up_has_longer(store: dist.Store, told: Told) -> None:
     both = [Heartbeat(store, rank, 2, lambda rank, said: told.append(("tell", rank))) for rank in range(2)]
     wait(lambda: all(one._last_beat for one in both), 10)
     both[1]._stopped.set()
@@ -164,13 +166,13 @@ def test_a_rank_in_start_up_has_longer(store: dist.Store, told: Told) -> None:
     assert told == []
 
 
-def test_a_run_of_one_rank_has_nobody_to_watch(store: dist.Store, tmp_path: Path) -> None:
+def test_run_of_one_rank_has_nobody_to_watch(store: dist.Store, tmp_path: Path) -> None:
     alone = Heartbeat(store, 0, 1, lambda rank, said: pytest.fail(said))
     assert alone._threads == []
     alone.stop()
 
 
-def test_the_only_rank_that_trains_beats_for_those_that_generate(store: dist.Store, told: Told) -> None:
+def test_single_training_rank_beats_for_those_that_generate(store: dist.Store, told: Told) -> None:
     tell = lambda rank, said: told.append(("tell", rank))  # noqa: E731
     trains, generates = (Heartbeat(store, rank, 1, tell, watched=0) for rank in (0, 3))
     enter_phase("train")

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.processes
 
 BLOCKED = """
 import logging, threading, time
-from hybrid3d.watch.native_stacks import write_native_stacks
+from hybrid3d.watch.watchdog import write_native_stacks
 logging.basicConfig()
 threading.Thread(target=write_native_stacks).start()
 time.sleep(8)
@@ -31,13 +31,13 @@ def run(path: str | None = None) -> tuple[str, str]:
 
 
 @pytest.mark.skipif(not (shutil.which("gdb") or shutil.which("py-spy")), reason="no debugger is installed")
-def test_the_main_thread_s_place_in_c_is_written_and_it_goes_on() -> None:
+def test_main_thread_s_c_stack_is_written_and_it_continues() -> None:
     stdout, stderr = run("/usr/bin:/bin:/usr/local/bin")
     assert "nanosleep" in stderr
     assert stdout == "goes on\n"
 
 
-def test_without_a_debugger_it_says_what_to_install() -> None:
+def test_native_stacks_without_a_debugger_say_what_to_install() -> None:
     stdout, stderr = run("/nowhere")
     assert "neither py-spy nor gdb is installed" in stderr
     assert stdout == "goes on\n"

@@ -25,13 +25,13 @@ def found(*works: Work) -> list[tuple[int, str, float, int]]:
     return [(one.rank, one.phase, round(one.seconds / one.typical, 2), one.steps) for one in slow]
 
 
-def test_a_rank_below_four_fifths_of_the_median_speed_is_slow() -> None:
+def test_rank_below_four_fifths_of_the_median_speed_is_slow() -> None:
     usual = trains(20, 20, 20)
     assert found(usual, usual, usual, trains(26, 26, 26)) == [(3, "train", 1.3, 3)]
     assert found(usual, usual, usual, trains(24, 24, 24)) == []
 
 
-def test_of_two_ranks_the_slower_one_is_found() -> None:
+def test_slower_of_two_ranks_is_found() -> None:
     assert found(trains(30, 30, 30), trains(20, 20, 20)) == [(0, "train", 1.5, 3)]
 
 
@@ -40,7 +40,7 @@ def test_stages_are_not_compared() -> None:
     assert found(trains(9, 9, 9), trains(20, 20, 20, stage=1), trains(9, 9, 9), trains(20, 20, 20, stage=1)) == []
 
 
-def test_three_steps_in_a_row_must_be_slow() -> None:
+def test_slow_rank_needs_three_slow_steps_in_a_row() -> None:
     usual = trains(20, 20, 20, 20)
     assert found(usual, usual, trains(40, 40, 40, 20)) == []
     assert found(usual, usual, trains(20, 20, 40, 40)) == []
@@ -48,7 +48,7 @@ def test_three_steps_in_a_row_must_be_slow() -> None:
     assert found(trains(20, 20), trains(40, 40)) == []
 
 
-def test_what_samples_may_have_missed_is_looked_at_over_more_steps() -> None:
+def test_short_steps_are_looked_at_over_more_steps() -> None:
     """A tenth of a second a sample says little about steps of a second: 30 of them may be 20 by chance."""
     assert found(trains(*[1.0] * 3), trains(*[1.5] * 3)) == []
     assert found(trains(*[1.0] * 12), trains(*[1.5] * 12)) == [(1, "train", 1.5, 10)]
@@ -59,7 +59,7 @@ def test_steps_that_not_all_have_completed_are_not_compared() -> None:
     assert found(trains(20, 20), trains(20, 20, 40, 40, 40)) == []
 
 
-def test_a_rank_that_was_lost_is_not_waited_for() -> None:
+def test_rank_that_was_lost_is_not_waited_for() -> None:
     usual, lost = trains(*[20] * 9), trains(*[20] * 4)
     assert found(usual, lost, trains(*[40] * 9)) == [(2, "train", 2.0, 3)]
     assert found(usual, Work("node", {"train": "pipeline stage 0"}), trains(*[40] * 9)) == [(2, "train", 2.0, 3)]
@@ -74,7 +74,7 @@ def test_replicas_with_other_requests_are_not_slow() -> None:
     assert found(usual, generates(0.0, passes=0, tokens=0)) == []
 
 
-def test_a_record_has_the_last_steps_without_the_first_and_what_was_generated_in_each() -> None:
+def test_work_record_has_last_steps_and_what_was_generated_there() -> None:
     record, generated = WorkRecord(), [0, 0]
     record.add_seconds("generate", 1.0)  # before the first step
     record.generates(1, lambda: (generated[0], generated[1]))
@@ -90,7 +90,7 @@ def test_a_record_has_the_last_steps_without_the_first_and_what_was_generated_in
     assert all(one == StepWork(one.step, {"generate": 2.5}, 5, 70) for one in work.steps)
 
 
-def test_the_message_says_how_much_slower_than_which() -> None:
+def test_message_says_how_much_slower_than_which() -> None:
     said = str(SlowRank(3, "node-1", "train", "pipeline stage 0", 3.0, 2.0, 4, 8))
     assert said == (
         "rank 3 on node-1 is slow: in phase train (pipeline stage 0) it worked for 3.0 s a step, 1.5 times as long as "
@@ -99,5 +99,5 @@ def test_the_message_says_how_much_slower_than_which() -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 2])
-def test_too_few_steps_say_nothing(steps: int) -> None:
+def test_steps_too_few_say_nothing(steps: int) -> None:
     assert found(trains(*[1.0] * steps), trains(*[99.0] * steps)) == []

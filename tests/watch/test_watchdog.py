@@ -45,13 +45,13 @@ def samples(thread: threading.Thread, count: int, limit: float) -> list[float | 
     return found
 
 
-def test_a_thread_in_one_call_stands(gate: threading.Event) -> None:
+def test_thread_in_one_call_stands(gate: threading.Event) -> None:
     found = samples(started(gate.wait), 20, limit=0.5)
     assert found[:12] == [None] * 12  # half of the limit twice, as the first half has not seen whether it is one call
     assert found[12:] == [pytest.approx(0.55 + 0.05 * i) for i in range(8)]
 
 
-def test_a_thread_that_calls_the_same_again_and_again_moves(gate: threading.Event) -> None:
+def test_thread_that_calls_the_same_again_and_again_moves(gate: threading.Event) -> None:
     """As an engine does that waits for its GPU at the same place for each token: it is another call each time."""
 
     def step() -> None:
@@ -64,7 +64,7 @@ def test_a_thread_that_calls_the_same_again_and_again_moves(gate: threading.Even
     assert samples(started(generate), 60, limit=0.4) == [None] * 60
 
 
-def test_a_thread_that_moves_again_does_not_stand(gate: threading.Event) -> None:
+def test_thread_that_moves_again_does_not_stand(gate: threading.Event) -> None:
     thread = started(gate.wait)
     sampler = StackSampler(thread.ident or 0)
     assert [sampler.sample(1.0, 4.0) is None for _ in range(7)] == [True] * 6 + [False]
@@ -73,7 +73,7 @@ def test_a_thread_that_moves_again_does_not_stand(gate: threading.Event) -> None
     assert sampler.sample(1.0, 4.0) is None
 
 
-def test_a_place_is_that_of_our_code_and_of_what_it_has_called() -> None:
+def test_place_is_that_of_our_code_and_what_it_calls() -> None:
     def frame_in(module: str, called_by: str = "hybrid3d.workers.loop") -> tuple[str, bool]:
         """Return the place of a function in a module that is called by one in another module."""
         scope = {"__name__": module}
@@ -99,7 +99,7 @@ def gather(*ranks: int) -> Wait:
     return Wait("gather", ranks, together=True)
 
 
-def test_the_message_names_those_that_work_and_for_whom_others_wait() -> None:
+def test_message_names_those_that_work_and_for_whom_others_wait() -> None:
     works = Standstill("train", "a.write:3", False, 41.0, step=7)
     known = {1: works} | {rank: Standstill("wait", "b.gather:4", True, 39.0, 7, gather(0, 1, 2)) for rank in (2, 0)}
     assert standstill_message({1: works}, known, everyone=True) == (
@@ -114,7 +114,7 @@ def test_the_message_names_those_that_work_and_for_whom_others_wait() -> None:
     )
 
 
-def test_the_message_names_the_bucket_and_the_other_end_of_its_message() -> None:
+def test_standstill_message_names_bucket_and_other_end_of_its_message() -> None:
     def in_bucket(number: int, rank: int) -> Standstill:
         wait = Wait(f"bucket {number} of 5, a message from rank {rank}", (rank,), together=False)
         return Standstill("sync", "c.wait:5", True, 39.0, 3, wait)
@@ -144,7 +144,7 @@ def test_ranks_in_different_collectives_wait_for_each_other() -> None:
     ]
 
 
-def test_what_fails_to_tell_what_it_waits_for_does_not_end_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_find_wait_does_not_end_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(frame: object) -> None:
         raise RuntimeError("dictionary changed size during iteration")
 
@@ -166,7 +166,7 @@ def reports(hung: Path) -> list[dict[str, object]]:
 
 @pytest.mark.slow
 @pytest.mark.engines
-def test_the_rank_that_others_wait_for_is_named_and_those_that_wait_for_each_other_are_too(hung: Path) -> None:
+def test_ranks_that_others_or_each_other_wait_for_are_named(hung: Path) -> None:
     busy, crossed = reports(hung)[:2]
     assert busy["ranks"] == [1]
     assert "rank 1: phase slow-disk, in __main__.write_slowly:" in str(busy["message"])
@@ -182,7 +182,7 @@ def test_the_rank_that_others_wait_for_is_named_and_those_that_wait_for_each_oth
 
 @pytest.mark.slow
 @pytest.mark.engines
-def test_ranks_that_wait_for_each_other_are_ended_and_those_that_wait_for_one_that_works_are_not(hung: Path) -> None:
+def test_deadlock_ends_ranks_but_not_those_awaiting_a_working_one(hung: Path) -> None:
     """Their groups have no limit of their own; rank 1 worked for longer than the limit of a deadlock."""
     ended = reports(hung)[2]
     assert ended["event"] == "deadlock"
@@ -226,7 +226,7 @@ def sleepy(answer, reference, prompt):
 
 @pytest.mark.slow
 @pytest.mark.engines
-def test_a_reward_that_blocks_is_named(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reward_that_blocks_is_named(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYBRID3D_HEARTBEAT_SECONDS", "8")
     work = demo_folder(tmp_path, demo)
     (work / "rewards.py").write_text(SLEEPY)

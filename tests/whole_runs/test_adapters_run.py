@@ -37,7 +37,7 @@ def work(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_only_adapters_are_sent(work: Path) -> None:
+def test_sync_sends_only_adapters(work: Path) -> None:
     rows = read_rows(work / "runs/slots")
     first, *later = (row["sync/received_bytes"] for row in rows)
     assert all(row["sync/received_bytes"] == row["sync/lower_bound_bytes"] for row in rows)
@@ -60,7 +60,7 @@ def test_peft_and_transformers_read_the_exports(work: Path) -> None:
     assert (found - wanted).abs().max() <= 1e-4
 
 
-def test_a_resumed_run_ends_with_the_same_adapters(work: Path) -> None:
+def test_resumed_run_ends_with_the_same_adapters(work: Path) -> None:
     shutil.rmtree(work / "runs/slots/checkpoints/step-000003")
     hybrid3d(work, "train", *settings("slots"))
     hybrid3d(work, "export", "runs/slots", "resumed")
@@ -69,7 +69,7 @@ def test_a_resumed_run_ends_with_the_same_adapters(work: Path) -> None:
     assert all(torch.equal(wanted[name], found[name]) for name in wanted)
 
 
-def test_a_run_begins_with_adapters_of_peft(work: Path) -> None:
+def test_run_begins_with_adapters_of_peft(work: Path) -> None:
     hybrid3d(work, "train", *settings("continued", "lora.path=peft", "run.steps=1"))
     row, end = read_rows(work / "runs/continued")[0], read_rows(work / "runs/slots")[-1]
     assert row["eval/accuracy"] == end["eval/accuracy"]
@@ -101,7 +101,7 @@ def test_ranks_that_only_generate_get_the_adapters_alone(work: Path) -> None:
             assert apart["train/grad_norm"] == pytest.approx(together["train/grad_norm"], rel=1e-3)
 
 
-def test_an_engine_that_was_lost_gets_the_weights_below_adapters_again(work: Path) -> None:
+def test_engine_that_was_lost_gets_the_weights_below_adapters_again(work: Path) -> None:
     run, events = work / "runs/shaken", work / "runs/shaken/events.jsonl"
     more = ("run.steps=999", "run.checkpoint_every=0", "run.eval_every=1000")
     with started(work, settings("shaken", *APART, *more)) as process:

@@ -182,7 +182,7 @@ REFUSALS = {
 }
 
 
-def test_what_cannot_be_is_refused_as_by_openai(requests: tuple[Path, dict[str, Any]]) -> None:
+def test_endpoint_refuses_impossible_requests_as_openai_does(requests: tuple[Path, dict[str, Any]]) -> None:
     assert requests[1]["refused"].keys() == REFUSALS.keys()
     for name, (status, code, param, message) in REFUSALS.items():
         found = requests[1]["refused"][name]
@@ -191,7 +191,7 @@ def test_what_cannot_be_is_refused_as_by_openai(requests: tuple[Path, dict[str, 
     assert requests[1]["ended"] == 404
 
 
-def test_a_session_says_what_it_is_about(requests: tuple[Path, dict[str, Any]]) -> None:
+def test_session_says_what_it_is_about(requests: tuple[Path, dict[str, Any]]) -> None:
     session = requests[1]["session"]
     assert session["base_url"] == f"http://127.0.0.1:8100/sessions/{session['id']}/v1"
     assert session["answer"].startswith("#### ")
@@ -214,7 +214,7 @@ def test_sessions_whose_agent_is_silent_end(requests: tuple[Path, dict[str, Any]
     assert failures[0]["examples"] == {"agent_hung": "its agent made no call for 6 s"}
 
 
-def test_an_agent_that_ends_ends_the_run_with_its_exit_code(demo: Path, tmp_path: Path) -> None:
+def test_agent_that_ends_ends_the_run_with_its_exit_code(demo: Path, tmp_path: Path) -> None:
     work = prepare(tmp_path, demo)
     (work / "agent.py").write_text("raise SystemExit(7)")
     settings = [*EXPERTS, f"rollout.agents.command={sys.executable} agent.py", "data.eval=eval.parquet", "run.steps=1"]

@@ -38,7 +38,7 @@ if os.environ.get("RANK") == "1" and "hybrid3d" in sys.orig_argv:  # not in proc
 SCHEDULE = "schedule={1: {algorithm.entropy_coef: 0.01}, 2: {optimizer.lr: 1.0e-4, rollout.temperature: 0.8}}"
 
 
-def test_a_run_that_is_controlled_and_runs_out_of_memory(demo: Path, tmp_path: Path) -> None:
+def test_run_that_is_controlled_and_runs_out_of_memory(demo: Path, tmp_path: Path) -> None:
     demo_folder(tmp_path, demo)
     (tmp_path / "sitecustomize.py").write_text(OUT_OF_MEMORY)
     run = tmp_path / "runs" / "controlled"

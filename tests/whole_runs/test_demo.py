@@ -31,17 +31,17 @@ def accuracies(run: Path) -> dict[int, float]:
     return {row["step"]: row["eval/accuracy"] for row in read_rows(run) if "eval/accuracy" in row}
 
 
-def test_it_ends_in_time(work: Path) -> None:
+def test_demo_ends_in_time(work: Path) -> None:
     assert float((work / "minutes").read_text()) < MINUTES
 
 
-def test_it_learns_from_the_reward_alone(work: Path) -> None:
+def test_demo_learns_from_the_reward_alone(work: Path) -> None:
     measured = accuracies(work / "runs/demo-cpu")
     assert 0.1 <= measured[0] <= 0.6
     assert measured[max(measured)] >= 0.9
 
 
-def test_every_sync_is_exact_and_both_engines_agree(work: Path) -> None:
+def test_demo_syncs_are_exact_and_both_engines_agree(work: Path) -> None:
     rows = read_rows(work / "runs/demo-cpu")
     plan = json.loads(hybrid3d(work, "plan", "recipes/demo-cpu.yaml", "--json"))
     assert len(rows) == 41
@@ -51,7 +51,7 @@ def test_every_sync_is_exact_and_both_engines_agree(work: Path) -> None:
         assert row["mismatch/logprob_abs_max"] <= 1e-3
 
 
-def test_the_sync_takes_next_to_nothing_of_a_step(work: Path) -> None:
+def test_sync_takes_next_to_nothing_of_a_step(work: Path) -> None:
     rows = read_rows(work / "runs/demo-cpu")
     assert sum(row["sync/exposed_seconds"] for row in rows) < 0.05 * sum(row["time/step"] for row in rows)
 

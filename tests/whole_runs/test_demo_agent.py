@@ -12,7 +12,7 @@ from commands import ROOT, python, read_rows
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
-def test_an_agent_learns_which_calculation_the_words_require(tmp_path: Path) -> None:
+def test_agent_learns_which_calculation_the_words_require(tmp_path: Path) -> None:
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     python(tmp_path, "examples/demo_agent.py", timeout=3000)

@@ -38,7 +38,7 @@ def test_held_out_words_are_in_no_other_question() -> None:
     assert len(held_out | seen) == sum(len(words.split()) for words in make_demo_llm.WORDS.values())
 
 
-def test_a_question_offers_every_kind_and_its_answer_is_the_word_s() -> None:
+def test_question_offers_every_kind_and_has_the_word_s_answer() -> None:
     for rows in make_demo_llm.data_sets(1).values():
         for row, word in zip(rows, words_of(rows), strict=True):
             assert word in make_demo_llm.WORDS[row["answer"]].split()
@@ -46,7 +46,7 @@ def test_a_question_offers_every_kind_and_its_answer_is_the_word_s() -> None:
             assert sorted(offered.replace(" or ", ", ").split(", ")) == [*right_kind.KINDS]
 
 
-def test_the_same_seed_makes_the_same_questions_and_another_seed_others() -> None:
+def test_questions_are_the_same_only_for_the_same_seed() -> None:
     assert make_demo_llm.data_sets(1) == make_demo_llm.data_sets(1)
     assert make_demo_llm.data_sets(1) != make_demo_llm.data_sets(2)
 
@@ -64,11 +64,11 @@ def test_the_same_seed_makes_the_same_questions_and_another_seed_others() -> Non
         ("", 0.0),
     ],
 )
-def test_the_reward_is_for_naming_the_right_kind_alone(answer: str, reward: float) -> None:
+def test_reward_is_for_naming_the_right_kind_alone(answer: str, reward: float) -> None:
     assert right_kind.right_kind(answer, "animal") == reward
 
 
-def test_what_is_missing_or_another_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gguf_file_that_is_missing_or_another_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(make_demo_llm, "PACKAGE", "no-such-package")
     with pytest.raises(SystemExit, match=r"no-such-package is not installed: .*requirements/demo.txt"):
         make_demo_llm.gguf_file()
@@ -93,7 +93,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_package_itself_is_not_imported(work: Path) -> None:
+def test_package_itself_is_not_imported(work: Path) -> None:
     code = (
         "import sys; sys.path.insert(0, 'examples'); import make_demo_llm; make_demo_llm.gguf_file(); "
         "sys.exit(any('smollm' in name for name in sys.modules))"
@@ -102,7 +102,7 @@ def test_the_package_itself_is_not_imported(work: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_weights_are_those_of_the_file(work: Path) -> None:
+def test_weights_are_those_of_the_file(work: Path) -> None:
     """Against gguf's own dequantization. q and k are left out: GGUF has their rows in another order."""
     from gguf import GGUFReader, dequantize
     from safetensors import safe_open
@@ -123,7 +123,7 @@ def test_the_weights_are_those_of_the_file(work: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_computes_what_transformers_computes_from_the_file(work: Path) -> None:
+def test_converted_checkpoint_computes_what_transformers_does_from_the_file(work: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     gguf, saved = make_demo_llm.gguf_file(), work / "build/demo-llm/model"
@@ -144,7 +144,7 @@ def test_it_computes_what_transformers_computes_from_the_file(work: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.engines
 @pytest.mark.timeout(1800)
-def test_a_short_form_of_it_trains(work: Path) -> None:
+def test_short_demo_llm_trains(work: Path) -> None:
     short = ["run.steps=2", "algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=4", "run.eval_every=2"]
     hybrid3d(work, "train", "recipes/demo-llm.yaml", *short, timeout=1500)
     rows = read_rows(work / "runs/demo-llm")

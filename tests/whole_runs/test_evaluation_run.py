@@ -67,7 +67,7 @@ def test_metrics_of_four_answers_to_the_problems_of_two_files(work: Path) -> Non
         assert (row["data/eval_used"], row["data/hard_used"]) == (PROBLEMS, PROBLEMS)
 
 
-def test_samples_are_of_a_truncated_distribution_and_trained_with_the_whole_one(work: Path) -> None:
+def test_samples_are_truncated_and_trained_with_the_whole_distribution(work: Path) -> None:
     for row in read_rows(work / "runs/sampled"):
         assert 0.8 <= row["rollout/kept_probability_mean"] < 0.9  # hardly more than top_p, as the model is not trained
         assert 0 < row["mismatch/logprob_abs_max"] <= 1e-3
@@ -105,7 +105,7 @@ def test_eval_measures_the_same_of_the_checkpoint(work: Path) -> None:
         ("scored", ["roles.reward.ranks=1"]),
     ],
 )
-def test_other_ways_to_generate_carry_the_same_settings(work: Path, name: str, more: list[str]) -> None:
+def test_generation_by_other_ways_carries_the_same_settings(work: Path, name: str, more: list[str]) -> None:
     train(work, name, *more)
     first, other = read_rows(work / "runs/sampled")[0], read_rows(work / f"runs/{name}")[0]
     if name != "environment":  # whose replies are in the answers

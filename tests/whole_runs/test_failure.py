@@ -116,7 +116,7 @@ def start(demo: Path, tmp_path: Path) -> Iterator[Start]:
             segment.unlink()
 
 
-def test_a_rank_that_is_killed(start: Start) -> None:
+def test_rank_that_is_killed(start: Start) -> None:
     run = start()
     ranks = run.wait_until_it_trains()
     os.kill(ranks[1][0], signal.SIGKILL)
@@ -126,7 +126,7 @@ def test_a_rank_that_is_killed(start: Start) -> None:
     assert output.count("failed:") == 1
 
 
-def test_a_rank_that_raises(start: Start, tmp_path: Path) -> None:
+def test_rank_that_raises(start: Start, tmp_path: Path) -> None:
     (tmp_path / "boom").mkdir()
     (tmp_path / "boom" / "sitecustomize.py").write_text(BOOM)
     run = start(PYTHONPATH=f"{tmp_path / 'boom'}:{environment('')['PYTHONPATH']}")
@@ -138,7 +138,7 @@ def test_a_rank_that_raises(start: Start, tmp_path: Path) -> None:
     assert 'raise ValueError("boom")' in (tmp_path / "runs/long/logs/rank-1.log").read_text()
 
 
-def test_a_launcher_that_is_killed(start: Start) -> None:
+def test_launcher_that_is_killed(start: Start) -> None:
     run = start(tp=2, pp=1)
     run.wait_until_it_trains()
     run.process.kill()
@@ -147,7 +147,7 @@ def test_a_launcher_that_is_killed(start: Start) -> None:
     assert left_in_memory(run.name, run.segments) == []
 
 
-def test_a_launcher_that_is_interrupted(start: Start) -> None:
+def test_launcher_that_is_interrupted(start: Start) -> None:
     """It is interrupted by Ctrl-C."""
     run = start(tp=2, pp=1)
     run.wait_until_it_trains()

@@ -42,7 +42,7 @@ ENDS = {
 }
 
 
-def test_a_rank_says_why_it_ends(tmp_path: Path) -> None:
+def test_rank_says_why_it_ends(tmp_path: Path) -> None:
     """Some errors are not subclasses of `Exception`, and must be reported too."""
     of_rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     arguments = [f"[{', '.join(ENDS)}]", str(ROOT / "recipes/demo-cpu.yaml"), str(tmp_path)]

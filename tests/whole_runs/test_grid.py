@@ -54,7 +54,7 @@ def grid(tiny_checkpoint: Callable[..., Path]) -> Grid:
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(f"{k}{v}" for k, v in value.items()),
 )
-def test_every_rollout_layout_gets_what_vllm_would_load(grid: Grid, family: str, train: dict[str, int]) -> None:
+def test_rollout_layouts_all_get_what_vllm_would_load(grid: Grid, family: str, train: dict[str, int]) -> None:
     for rollout in LAYOUTS[family][1]:
         cell = Cell(family, Train(**train), rollout_of(**rollout))
         proof = grid.prove(cell)
@@ -71,7 +71,7 @@ def test_ranks_that_only_generate_get_what_vllm_would_load(grid: Grid, family: s
 
 
 @pytest.mark.slow
-def test_every_split_layout_gets_what_vllm_would_load(grid: Grid, capsys: pytest.CaptureFixture[str]) -> None:
+def test_split_layouts_all_get_what_vllm_would_load(grid: Grid, capsys: pytest.CaptureFixture[str]) -> None:
     """All pairs of layouts with the engines on ranks of their own."""
     distinct = {digest for family in FAMILIES for digest in assert_split_layouts(grid, family, LAYOUTS[family][0])}
     with capsys.disabled():
@@ -96,7 +96,7 @@ def assert_split_layouts(grid: Grid, family: str, trains: list[dict[str, int]]) 
 @pytest.mark.parametrize(
     "family", [pytest.param(family, marks=[] if family in WHOLE else [pytest.mark.slow]) for family in FAMILIES]
 )
-def test_a_layer_of_each_kind_stands_for_all(grid: Grid, family: str) -> None:
+def test_layer_of_each_kind_stands_for_all(grid: Grid, family: str) -> None:
     """Every train layout once, every rollout layout once."""
     trains, rollouts = LAYOUTS[family]
     for i, train in enumerate(trains):
@@ -106,7 +106,7 @@ def test_a_layer_of_each_kind_stands_for_all(grid: Grid, family: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_grid_is_as_large_as_promised(grid: Grid, capsys: pytest.CaptureFixture[str]) -> None:
+def test_grid_is_as_large_as_promised(grid: Grid, capsys: pytest.CaptureFixture[str]) -> None:
     """Layouts that differ in replicas only, as CP and DP do, count once; without the families of make test-all."""
     families = tuple(family for family in FAMILIES if family not in MORE)
     proofs = {cell: grid.prove(cell) for cell in cells(families)}
@@ -178,7 +178,7 @@ def take_the_next_expert(family: Family) -> Family:
         *[(family, take_the_next_expert) for family in SPARSE],
     ],
 )
-def test_a_broken_table_is_seen(
+def test_broken_table_is_seen(
     family: str, broken: Callable[[Family], Family], tiny_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cell = Cell(family, Train(tp=2, pp=2, ep=2 if family in SPARSE else 1), rollout_of(tp=2))

@@ -287,12 +287,12 @@ def test_ranks_that_are_stopped(rank: int, phase: str, restarts: int, demo: Path
             run.wait_for_step()
 
 
-def test_a_rank_that_skips_a_collective_in_training(demo: Path, tmp_path: Path) -> None:
+def test_rank_that_skips_a_collective_in_training(demo: Path, tmp_path: Path) -> None:
     with started(tmp_path, demo) as run:
         run.skip("megatron.core.optimizer.optimizer.get_grad_norm_fp32", 2, "train")
 
 
-def test_a_rank_that_skips_a_collective_in_a_sync(demo: Path, tmp_path: Path) -> None:
+def test_rank_that_skips_a_collective_in_a_sync(demo: Path, tmp_path: Path) -> None:
     with started(tmp_path, demo, "sync.verify=always") as run:
         run.skip("hybrid3d.sync.session.corrupted_on_any", 2, "sync")
 

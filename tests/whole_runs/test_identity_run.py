@@ -96,7 +96,7 @@ def test_exchanged_step_folders_and_those_of_another_run(work: Path, tmp_path: P
 
 
 @pytest.mark.slow
-def test_serve_uses_the_weights_of_the_checkpoint_and_not_of_its_number(work: Path, tmp_path: Path) -> None:
+def test_serve_uses_weights_of_the_checkpoint_not_of_its_number(work: Path, tmp_path: Path) -> None:
     run = work / "runs" / "one"
     first = served(work, "one", 2)
     assert equal(served(work, "one", 2), first)

@@ -35,10 +35,10 @@ OWN = [
 
 
 @pytest.mark.parametrize("error", LOST, ids=range(len(LOST)))
-def test_of_a_lost_peer(error: BaseException) -> None:
+def test_error_of_a_lost_peer_is_recognized(error: BaseException) -> None:
     assert _is_lost_peer(error)
 
 
 @pytest.mark.parametrize("error", OWN, ids=range(len(OWN)))
-def test_of_its_own(error: BaseException) -> None:
+def test_error_of_its_own_is_no_lost_peer(error: BaseException) -> None:
     assert not _is_lost_peer(error)

@@ -111,12 +111,12 @@ def check(phase: str, rank: int, tp: int, work: Path, mark: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_stopped_while_it_trains(work: tuple[Path, str]) -> None:
+def test_rank_that_is_stopped_while_it_trains(work: tuple[Path, str]) -> None:
     check("train", 1, 1, *work)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", ["generate", "train", "sync"])
 @pytest.mark.parametrize("rank", range(4))
-def test_a_rank_that_is_stopped(phase: str, rank: int, work: tuple[Path, str]) -> None:
+def test_rank_that_is_stopped(phase: str, rank: int, work: tuple[Path, str]) -> None:
     check(phase, rank, 2, *work)

@@ -58,14 +58,14 @@ def samples_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
 
 
-def test_both_engines_agree_on_every_token_of_the_policy(run: Path) -> None:
+def test_engines_agree_on_every_token_of_the_policy(run: Path) -> None:
     """A word more or less in the context, or a token out of its place, would show in what follows."""
     for row in read_rows(run):
         assert 0 < row["mismatch/logprob_abs_max"] <= 1e-3
         assert row["reward/failures"] == 0
 
 
-def test_the_words_are_in_the_answers_in_their_order(run: Path) -> None:
+def test_words_are_in_the_answers_in_their_order(run: Path) -> None:
     answers = [sample["answer"] for sample in samples_of(run)]
     assert any(WORDS.format(1) in answer for answer in answers)
     for answer in answers:

@@ -16,7 +16,7 @@ from run_ranks import ROOT, run_ranks
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
 
-def test_an_answer_in_pieces_is_the_answer(tmp_path: Path) -> None:
+def test_answer_in_pieces_is_the_answer(tmp_path: Path) -> None:
     """Greedy answers are the same; of sampled ones, the first piece is, or all of it if the cache is kept."""
     make_checkpoint(tmp_path / "model", "qwen3", seed=1)
     run_ranks(ROOT / "tests/jobs/partial.py", 4, [str(tmp_path / "model"), str(tmp_path)], timeout=300)
@@ -97,7 +97,7 @@ def check(run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_whose_answers_go_on_over_syncs_resumes(work: Path) -> None:
+def test_run_whose_answers_go_on_over_syncs_resumes(work: Path) -> None:
     """Unfinished answers are not in a checkpoint: their prompts are drawn again."""
     train(work, "name=together")
     check(work / "runs/together")

@@ -40,7 +40,7 @@ def test_held_out_pairs_are_ranked_right(work: Path) -> None:
     assert "train/loss" not in rows[STEPS]  # which is only evaluated
 
 
-def test_a_resumed_run_repeats_what_would_have_come(work: Path) -> None:
+def test_resumed_run_repeats_what_would_have_come(work: Path) -> None:
     run = work / "runs/demo-preferences"
     went_on = read_rows(run)
     shutil.rmtree(run / f"checkpoints/step-{STEPS:06}")

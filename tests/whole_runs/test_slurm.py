@@ -116,7 +116,7 @@ def lost_node(cluster: Cluster, job: int) -> None:
 
 
 @pytest.mark.parametrize("interrupt", [out_of_time, preempted, lost_node])
-def test_a_job_that_is_interrupted_goes_on(
+def test_job_that_is_interrupted_goes_on(
     cluster: Cluster, work: Path, interrupt: Callable[[Cluster, int], None]
 ) -> None:
     name = interrupt.__name__

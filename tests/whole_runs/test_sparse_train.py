@@ -27,7 +27,9 @@ QUICK = {("deepseek_v3", "ep2")}  # the other pairs in make test-all
         for layout in LAYOUTS
     ],
 )
-def test_every_sync_is_exact_and_both_engines_agree(family: str, layout: str, demo: Path, tmp_path: Path) -> None:
+def test_sparse_model_syncs_are_exact_and_both_engines_agree(
+    family: str, layout: str, demo: Path, tmp_path: Path
+) -> None:
     experts_folder(tmp_path, demo, family)
     settings = [*EXPERTS, f"run.steps={STEPS}", "algorithm.prompts_per_step=8", "algorithm.samples_per_prompt=4"]
     # Untrained, it is never right: decay moves it away from the reference, and KL has a gradient then.

@@ -79,7 +79,7 @@ def train(work: Path, *more: str, expect: int = 0) -> str:
     return hybrid3d(work, "train", *settings(*more), expect=expect, also=work)
 
 
-def test_both_learn_the_same(work: Path) -> None:
+def test_split_and_colocated_runs_learn_the_same(work: Path) -> None:
     together, apart = (without(read_rows(work / "runs" / name), *OF_TRAFFIC) for name in ("colocated", "split"))
     assert len(together) == 4
     assert together == apart
@@ -87,7 +87,7 @@ def test_both_learn_the_same(work: Path) -> None:
     assert together == apart
 
 
-def test_every_byte_is_received_once_and_enters_the_node_once(work: Path) -> None:
+def test_sync_bytes_are_received_once_and_enter_the_node_once(work: Path) -> None:
     rows = read_rows(work / "runs/split")
     dense, sparse = rows[0], rows[1:]
     assert dense["sync/dense"] == 1
@@ -117,7 +117,7 @@ def test_nearly_all_of_a_step_is_in_its_timeline(work: Path) -> None:
     assert 0 < row["time/generation_busy"] < row["time/step"]
 
 
-def test_a_checkpoint_is_evaluated_and_exported(work: Path) -> None:
+def test_checkpoint_is_evaluated_and_exported(work: Path) -> None:
     accuracy = read_rows(work / "runs/split")[-1]["eval/accuracy"]
     printed = hybrid3d(work, "eval", "runs/split", also=work)
     assert f"step 3: held-out accuracy {accuracy:.4f}" in printed
@@ -142,7 +142,7 @@ def test_generation_runs_ahead_within_its_bound(work: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_sync_that_begins_during_the_last_update_is_the_same(work: Path) -> None:
+def test_sync_that_begins_during_the_last_update_is_the_same(work: Path) -> None:
     """Also after a step that updates only the critic, in which there is no update of the policy to begin with."""
     ppo = ("algorithm.name=ppo", "critic.warmup_steps=1", "model.dtype=float32", "run.checkpoint_every=0")
     for name, overlap in (("overlapped", "true"), ("in-turn", "false")):
@@ -173,7 +173,7 @@ REWARDS_APART = ("roles.reward.ranks=1", "machine.gpus_per_node=4")
 
 
 @pytest.mark.slow
-def test_rewards_go_on_when_the_ranks_that_compute_them_are_killed(work: Path) -> None:
+def test_rewards_go_on_when_ranks_that_compute_them_are_killed(work: Path) -> None:
     """Here the ranks that train also generate: the metrics are those of the run whose ranks do all."""
     run, more = work / "runs/rewards-apart", ("name=rewards-apart", "debug.placement=consecutive", *REWARDS_APART)
     with started(work, settings(*more)) as process:
@@ -192,7 +192,7 @@ def test_rewards_go_on_when_the_ranks_that_compute_them_are_killed(work: Path) -
 
 
 @pytest.mark.slow
-def test_ranks_that_compute_rewards_stay_up_while_those_that_train_and_generate_are_started_again(work: Path) -> None:
+def test_reward_ranks_stay_up_while_training_and_generation_ranks_restart(work: Path) -> None:
     run = work / "runs/rewards-again"
     more = ("name=rewards-again", "rollout.tp=2", *REWARDS_APART, "run.max_restarts=1")
     train(work, "name=once", "rollout.tp=2")
@@ -210,13 +210,13 @@ def test_ranks_that_compute_rewards_stay_up_while_those_that_train_and_generate_
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_evaluated_with_rewards_of_other_ranks(work: Path) -> None:
+def test_checkpoint_is_evaluated_with_rewards_of_other_ranks(work: Path) -> None:
     accuracy = read_rows(work / "runs/rewards-apart")[-1]["eval/accuracy"]
     assert f"step 3: held-out accuracy {accuracy:.4f}" in hybrid3d(work, "eval", "runs/rewards-apart", also=work)
 
 
 @pytest.mark.slow
-def test_a_reward_model_on_ranks_of_its_own_gives_the_rewards_that_the_ranks_that_train_compute(work: Path) -> None:
+def test_reward_model_on_own_ranks_gives_training_ranks_rewards(work: Path) -> None:
     """With the layout of training bit for bit, in a split run; in another layout to the rounding of its sums."""
     save_classifier(work / "build/demo/base", work / "scorer")
     model = ("reward.model=scorer", "train.tp=1", "train.dp=1", "run.checkpoint_every=0", "model.dtype=float32")
@@ -245,7 +245,7 @@ def samples_of(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_killed_rank_that_may_not_be_started_again_is_named_and_the_run_resumes(work: Path) -> None:
+def test_killed_rank_without_restarts_is_named_and_the_run_resumes(work: Path) -> None:
     assert "rank 3 failed: killed by SIGKILL" in printed_when_killed(work, "killed", 3, NO_RESTART)
     assert "resumed from runs/killed/checkpoints/step-000002" in train(work, *SPLIT, "name=killed", NO_RESTART)
     once, twice = (without(read_rows(work / "runs" / name), *OF_RESUME) for name in ("split", "killed"))
@@ -315,7 +315,7 @@ def test_ranks_that_generate_leave_and_join(work: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_generates_and_is_stopped_is_started_again(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_that_generates_and_is_stopped_is_started_again(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYBRID3D_HEARTBEAT_SECONDS", "15")
     run, more = work / "runs/stopped", ("name=stopped", "run.steps=40", "run.eval_every=40", "run.checkpoint_every=0")
     with started(work, settings(*SPLIT, *more)) as process:
@@ -331,7 +331,7 @@ def test_a_rank_that_generates_and_is_stopped_is_started_again(work: Path, monke
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_those_that_generate_stay_up_while_those_that_train_are_started_again(work: Path, rank: int) -> None:
+def test_generation_ranks_stay_up_while_training_ranks_are_restarted(work: Path, rank: int) -> None:
     name = f"again-{rank}"
     printed = printed_when_killed(work, name, rank, "run.max_restarts=1", expect=0)
     assert f"rank {rank} failed: killed by SIGKILL" in printed
@@ -344,7 +344,7 @@ def test_those_that_generate_stay_up_while_those_that_train_are_started_again(wo
 
 
 @pytest.mark.slow
-def test_the_loss_of_ranks_that_train_beyond_the_restarts_ends_the_run(work: Path) -> None:
+def test_training_ranks_lost_beyond_the_restarts_end_the_run(work: Path) -> None:
     """The first is before the ranks have met; then one that generates is lost too, while the others are restarted."""
     run = work / "runs/thrice"
     with started(work, settings(*SPLIT, "name=thrice", "run.steps=999", "run.max_restarts=2")) as process:
@@ -402,7 +402,7 @@ def present(run: Path) -> list[int]:
     return [rank for rank in (2, 3) if last.get(rank) != "engine_lost"]
 
 
-def test_an_error_of_all_ranks_that_generate_ends_the_run(work: Path) -> None:
+def test_error_of_all_ranks_that_generate_ends_the_run(work: Path) -> None:
     train(work, *SPLIT, "name=fails", "reward.name=rewards:none", expect=1)
     reasons = [json.loads(path.read_text()) for path in (work / "runs/fails/logs").glob("rank-*.failure")]
     reasons = [reason for reason in reasons if not reason["peer"]]  # ranks that generate have lost the others
@@ -425,7 +425,7 @@ def cluster() -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_on_two_nodes_of_ray_is_the_same(work: Path, cluster: str) -> None:
+def test_run_resumed_on_two_ray_nodes_is_the_same(work: Path, cluster: str) -> None:
     rows = without(read_rows(work / "runs/split"), *OF_RESUME)
     shutil.rmtree(work / "runs/split/checkpoints/step-000003")
     printed = train(work, *SPLIT, "--ray", cluster)
@@ -455,13 +455,13 @@ def refused(work: Path, *more: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_on_ray_is_named(work: Path, cluster: str) -> None:
+def test_rank_that_is_killed_on_ray_is_named(work: Path, cluster: str) -> None:
     printed = printed_when_killed(work, "killed-on-ray", 3, NO_RESTART, "--ray", cluster)
     assert "rank 3 failed: killed by SIGKILL" in printed
 
 
 @pytest.mark.slow
-def test_no_rank_outlives_the_command_on_ray_and_the_run_resumes(work: Path, cluster: str) -> None:
+def test_ray_ranks_end_with_the_command_and_the_run_resumes(work: Path, cluster: str) -> None:
     printed_when_killed(work, "lost-driver", None, "--ray", cluster, expect=-signal.SIGKILL)
     assert "resumed from runs/lost-driver/checkpoints/step-" in train(work, *SPLIT, "name=lost-driver")
     once, twice = (without(read_rows(work / "runs" / name), *OF_RESUME) for name in ("split", "lost-driver"))
@@ -469,7 +469,7 @@ def test_no_rank_outlives_the_command_on_ray_and_the_run_resumes(work: Path, clu
 
 
 @pytest.mark.slow
-def test_those_that_generate_on_ray_stay_up_too(work: Path, cluster: str) -> None:
+def test_generation_ranks_on_ray_stay_up_too(work: Path, cluster: str) -> None:
     printed = printed_when_killed(work, "kept-on-ray", 0, "--ray", cluster, "run.max_restarts=1", expect=0)
     assert "rank 0 failed: killed by SIGKILL" in printed
     assert "starting the ranks that train again" in printed

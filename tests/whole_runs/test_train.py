@@ -58,7 +58,7 @@ def runs(work: Path) -> dict[str, Any]:
     return {"wide": wide, "narrow": narrow, "bucket_bytes": int(narrow_mib * 2**20)}
 
 
-def test_every_step_is_measured(work: Path, runs: dict[str, Any]) -> None:
+def test_train_measures_every_step(work: Path, runs: dict[str, Any]) -> None:
     rows = read_rows(work / "runs/wide")
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
     for row in rows:
@@ -74,7 +74,7 @@ def test_every_step_is_measured(work: Path, runs: dict[str, Any]) -> None:
     assert any(row.get("train/grad_norm", 0) > 0 for row in rows)
 
 
-def test_the_run_folder_is_complete(work: Path, runs: dict[str, Any]) -> None:
+def test_run_folder_is_complete(work: Path, runs: dict[str, Any]) -> None:
     run = work / "runs/wide"
     for name in ("recipe.yaml", "samples.jsonl", "events.jsonl", "curves.png", "timeline.png", "logs/rank-3.log"):
         assert (run / name).stat().st_size > 0
@@ -101,7 +101,7 @@ def test_the_run_folder_is_complete(work: Path, runs: dict[str, Any]) -> None:
     assert [(run / f"logs/rank-{rank}.log").read_text().count(said) for rank in range(4)] == [1, 0, 0, 0]
 
 
-def test_the_memory_of_each_phase_is_recorded(work: Path, runs: dict[str, Any]) -> None:
+def test_memory_of_each_phase_is_recorded(work: Path, runs: dict[str, Any]) -> None:
     """The first update makes the optimizer's state; the timeline has the memory of each rank."""
     rows = [json.loads(line) for line in (work / "runs/wide/memory.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
@@ -114,14 +114,14 @@ def test_the_memory_of_each_phase_is_recorded(work: Path, runs: dict[str, Any]) 
     assert max(peaks[rank, "train"] for rank in range(4)) == rows[STEPS - 1]["memory/max_train_bytes"]
 
 
-def test_same_seed_same_metrics_whatever_the_bucket_and_hidden_or_not(work: Path, runs: dict[str, Any]) -> None:
+def test_metrics_of_a_seed_ignore_bucket_size_and_hiding(work: Path, runs: dict[str, Any]) -> None:
     wide, narrow = (without(read_rows(work / "runs" / name), "sync/max_staging_bytes") for name in ("wide", "narrow"))
     assert wide == narrow
     staging = [row["sync/max_staging_bytes"] for row in read_rows(work / "runs/narrow")]
     assert 0 < max(staging) <= 2 * runs["bucket_bytes"]
 
 
-def test_a_hidden_sync_begins_while_weights_are_updated(work: Path, runs: dict[str, Any]) -> None:
+def test_hidden_sync_begins_while_weights_are_updated(work: Path, runs: dict[str, Any]) -> None:
     for name, hides in (("wide", False), ("narrow", True)):
         assert all(0 < row["sync/exposed_seconds"] <= row["sync/seconds"] for row in read_rows(work / "runs" / name))
         logs = [(work / "runs" / name / f"logs/rank-{rank}.log").read_text() for rank in range(4)]
@@ -132,7 +132,7 @@ def test_a_hidden_sync_begins_while_weights_are_updated(work: Path, runs: dict[s
 
 
 @pytest.mark.slow
-def test_an_overlapped_sync_of_uneven_stages_changes_nothing(work: Path, runs: dict[str, Any]) -> None:
+def test_overlapped_sync_of_uneven_stages_changes_nothing(work: Path, runs: dict[str, Any]) -> None:
     mib = runs["bucket_bytes"] / 2**20
     single = ["train.tp=1", "train.dp=2", "sync.verify=always"]
     hybrid3d(work, "train", *uneven("overlapped", mib), *single)
@@ -174,9 +174,7 @@ def assert_repeats(work: Path, killed: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_while_it_writes_a_checkpoint(
-    work: Path, runs: dict[str, Any], dice: random.Random
-) -> None:
+def test_run_that_is_killed_while_it_writes_a_checkpoint(work: Path, runs: dict[str, Any], dice: random.Random) -> None:
     """And then the checkpoint before that is damaged. Kills at random moments: `test_runs_that_are_killed_...`."""
     run, arguments = work / "killed/wide", [*uneven("wide", 64), "run.dir=killed", "run.checkpoint_every=1"]
     arguments += ["run.async_checkpoints=true"]
@@ -229,7 +227,7 @@ def placed(name: str, *overrides: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_run_is_placed_as_planned_and_receives_less(work: Path) -> None:
+def test_run_is_placed_as_planned_and_receives_less(work: Path) -> None:
     plans = {
         where: json.loads(hybrid3d(work, "plan", *placed("placed", f"debug.placement={where}"), "--json"))
         for where in ("overlap", "consecutive")
@@ -253,7 +251,7 @@ def test_placement_changes_nothing_but_what_moves(work: Path) -> None:
     assert rows["overlap"] == rows["consecutive"]
 
 
-def test_a_model_that_does_not_fit_is_refused_before_ranks_start(work: Path) -> None:
+def test_model_that_does_not_fit_is_refused_before_ranks_start(work: Path) -> None:
     said = hybrid3d(work, "train", *settings("large", 64), "machine.memory_gb=0.005", expect=2)
     assert said == ""
     assert not (work / "runs/large").exists()

@@ -113,7 +113,7 @@ def test_programs_are_judged_in_a_sandbox(work: Path, rows: list[dict[str, Any]]
     assert 0 <= rows[0]["eval/accuracy"] <= 1
 
 
-def test_a_bound_that_is_left_is_told_once(work: Path, rows: list[dict[str, Any]]) -> None:
+def test_bound_that_is_left_is_told_once(work: Path, rows: list[dict[str, Any]]) -> None:
     events = [json.loads(line) for line in (work / "runs/whole/events.jsonl").read_text().splitlines()]
     (told,) = [event for event in events if event["event"] == "bound_left"]
     assert (told["metric"], told["bound"], told["step"]) == ("train/entropy", 100, 1)

@@ -94,7 +94,7 @@ QUERIES = [Query(answer, "", "", tokens=(1,), prompt_number=i // 2) for i, answe
 REWARDS = [1, 2, 3, 3, 4, 5]
 
 
-def test_each_group_scores_the_answers_to_its_prompts(workers: RewardWorkers, store: dist.Store) -> None:
+def test_reward_groups_score_the_answers_to_their_prompts(workers: RewardWorkers, store: dist.Store) -> None:
     ranks = {rank: RewardRank(rank, store) for rank in range(2, 6)}
     found = workers.score(QUERIES, "function")
     assert found == Scores(REWARDS, {"hung": 2}, {"hung": "on rank 4"})
@@ -105,9 +105,7 @@ def test_each_group_scores_the_answers_to_its_prompts(workers: RewardWorkers, st
     assert workers.lap_busy_seconds() == pytest.approx(2.0, abs=0.1)
 
 
-def test_a_call_asks_for_no_more_than_the_time_limit_of_a_batch_allows(
-    workers: RewardWorkers, store: dist.Store
-) -> None:
+def test_scoring_call_fits_into_the_time_limit_of_a_batch(workers: RewardWorkers, store: dist.Store) -> None:
     ranks = {rank: RewardRank(rank, store) for rank in range(2, 6)}
     many = [replace(query, prompt_number=i // 2) for i, query in enumerate(QUERIES * 40)]
     assert workers.score(many, "function").rewards == REWARDS * 40
@@ -115,7 +113,7 @@ def test_a_call_asks_for_no_more_than_the_time_limit_of_a_batch_allows(
     assert [len(call) for call in ranks[2].scored] == [len(call) for call in ranks[4].scored] == [56, 56, 8]
 
 
-def test_the_others_score_what_a_lost_group_had_to(
+def test_reward_groups_score_what_a_lost_group_had_to(
     workers: RewardWorkers,
     store: dist.Store,
     events: list[tuple[str, Any]],
@@ -154,7 +152,7 @@ def test_functions_get_texts_alone(workers: RewardWorkers, store: dist.Store) ->
 
 
 @pytest.mark.parametrize(("most", "calls"), [(4, [8, 8]), (14, [8, 8]), (16, [16])])
-def test_a_call_has_whole_prompts_and_at_least_one(
+def test_call_has_whole_prompts_and_at_least_one(
     workers: RewardWorkers, store: dist.Store, most: int, calls: list[int]
 ) -> None:
     """Of four prompts with eight answers each, two groups score equally many."""

@@ -30,7 +30,7 @@ from hybrid3d.launch.child import this_process
 from hybrid3d.ledger import RankStart
 from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.sync.elastic import Members
-from hybrid3d.trainer.ahead import GenerationAhead
+from hybrid3d.trainer.remote_generator import GenerationAhead
 from hybrid3d.workers import loop, role_client
 from hybrid3d.workers.channel import Call, Connection, Disconnected, End, Leave, Register, Reply, Server, connect
 from hybrid3d.workers.engines import Engines
@@ -96,7 +96,7 @@ def test_generation_joins_the_sync_when_the_update_is_done() -> None:
     assert rollouts.generated[2:] == [(1, batch) for batch in (4, 6, 8, 10)]
 
 
-def test_an_error_ahead_is_raised_by_the_step_that_needs_the_samples() -> None:
+def test_error_ahead_is_raised_by_step_needing_the_samples() -> None:
     (ahead, rollouts), recipe = generation_ahead(), recipe_of(1)
     ahead.next_batch(0, 0, recipe)
 
@@ -111,7 +111,7 @@ def test_an_error_ahead_is_raised_by_the_step_that_needs_the_samples() -> None:
 
 
 @pytest.mark.parametrize(("error", "raised"), [(NoReplicas("all lost"), False), (ValueError("of this rank"), True)])
-def test_the_step_goes_on_where_there_is_nobody_to_generate_ahead(error: Exception, raised: bool) -> None:
+def test_step_goes_on_where_there_is_nobody_to_generate_ahead(error: Exception, raised: bool) -> None:
     (ahead, rollouts), recipe = generation_ahead(), recipe_of(1)
     ahead.next_batch(0, 0, recipe)
 
@@ -214,7 +214,7 @@ def sync(made: Engines, version: int, active: int = 4) -> Members:
     return members
 
 
-def test_all_engines_take_part_in_the_first_sync(made: Engines, store: dist.Store) -> None:
+def test_engines_all_take_part_in_the_first_sync(made: Engines, store: dist.Store) -> None:
     with ThreadPoolExecutor(1) as pool:
         first = {rank: GenerationRank(rank, store) for rank in (5, 6, 4)}
         waiting = pool.submit(made.members, 4)
@@ -236,7 +236,7 @@ def test_all_engines_take_part_in_the_first_sync(made: Engines, store: dist.Stor
     assert not made.unchanged(2)
 
 
-def test_an_engine_is_lost_with_its_first_rank_and_comes_back(
+def test_engine_is_lost_with_its_first_rank_and_comes_back(
     made: Engines, store: dist.Store, events: list[tuple[str, Any]]
 ) -> None:
     ranks, _ = start_all(made, store)
@@ -257,7 +257,7 @@ def test_an_engine_is_lost_with_its_first_rank_and_comes_back(
     assert events == [("engine_lost", [4, 5]), ("engine_joined", [4, 5])]
 
 
-def test_a_rank_that_is_there_again_shows_that_its_engine_was_lost(made: Engines, store: dist.Store) -> None:
+def test_returned_rank_shows_that_its_engine_was_lost(made: Engines, store: dist.Store) -> None:
     """Also before anybody has noticed, as on a node that was switched off."""
     ranks, _ = start_all(made, store)
     GenerationRank(6, store)
@@ -268,7 +268,7 @@ def test_a_rank_that_is_there_again_shows_that_its_engine_was_lost(made: Engines
     assert sync(made, 1) == Members(2, tuple(range(8)), (0, 3))
 
 
-def test_an_engine_that_is_up_is_taken_up_by_the_next_start_of_training(
+def test_running_engine_is_taken_up_by_the_next_training_start(
     made: Engines, store: dist.Store, events: list[tuple[str, Any]]
 ) -> None:
     """One that has lost a rank meanwhile is started anew, once all of its ranks have registered without it."""
@@ -289,12 +289,12 @@ def test_an_engine_that_is_up_is_taken_up_by_the_next_start_of_training(
     roles.close()
 
 
-def test_a_start_of_training_that_fails_before_it_accepts_connections_is_given_up(store: dist.Store) -> None:
+def test_training_start_that_fails_before_accepting_connections_is_given_up(store: dist.Store) -> None:
     with pytest.raises(Disconnected, match="a rank that trains was lost"):
         connect(store, 0, lambda: True)
 
 
-def test_the_share_of_an_engine_that_is_lost_is_not_answered(made: Engines, store: dist.Store) -> None:
+def test_share_of_an_engine_that_is_lost_is_not_answered(made: Engines, store: dist.Store) -> None:
     ranks, _ = start_all(made, store)
     ranks[5].killed_by = "answer"
     shares: Any = {0: [("a", 1)], 1: [("b", 2), ("c", 3)]}
@@ -312,7 +312,7 @@ def test_the_share_of_an_engine_that_is_lost_is_not_answered(made: Engines, stor
     assert made.numbers == []
 
 
-def test_a_sync_is_done_if_those_that_are_left_have_done_it(made: Engines, store: dist.Store) -> None:
+def test_sync_is_done_if_the_remaining_ranks_have_done_it(made: Engines, store: dist.Store) -> None:
     ranks, _ = start_all(made, store)
     ranks[4].killed_by = "sync"
     made.begin_sync(made.members(4), 1, verify=False)
@@ -324,7 +324,7 @@ def test_a_sync_is_done_if_those_that_are_left_have_done_it(made: Engines, store
     assert sync(made, 1) == Members(3, (0, 1, 2, 3, 6, 7), (1,))
 
 
-def test_what_is_generated_ahead_ends_when_it_is_told(made: Engines, store: dist.Store) -> None:
+def test_generation_ahead_ends_when_it_is_told(made: Engines, store: dist.Store) -> None:
     start_all(made, store)
     asked = iter([False, False, True])
     engine, _ = made._taking_part
@@ -334,7 +334,7 @@ def test_what_is_generated_ahead_ends_when_it_is_told(made: Engines, store: dist
     assert made.numbers == [0, 1]
 
 
-def test_without_an_engine_the_run_waits_and_says_so(
+def test_run_without_an_engine_waits_and_says_so(
     made: Engines, store: dist.Store, events: list[tuple[str, Any]]
 ) -> None:
     ranks, _ = start_all(made, store)
@@ -369,7 +369,7 @@ def test_engines_leave_and_join_with_a_sync(made: Engines, store: dist.Store, ev
     assert events == [("engine_left", [6, 7]), ("engine_joined", [6, 7])]
 
 
-def test_an_engine_that_was_lost_meanwhile_takes_no_part(made: Engines, store: dist.Store) -> None:
+def test_engine_that_was_lost_meanwhile_takes_no_part(made: Engines, store: dist.Store) -> None:
     """It is there again when the sync begins that was decided on before; what it sends is not taken for a reply."""
     ranks, members = start_all(made, store)
     ranks[4].kill(made)
@@ -382,7 +382,7 @@ def test_an_engine_that_was_lost_meanwhile_takes_no_part(made: Engines, store: d
     assert not any(one.calls for one in again)
 
 
-def test_the_end_of_the_run_reaches_all(
+def test_end_of_the_run_reaches_all(
     roles: WorkerServer, made: Engines, store: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that serve are asked to exit, others are disconnected, and who comes later finds that it has ended."""
@@ -426,7 +426,7 @@ def knock(port: int, *parts: bytes) -> bytes:
         return heard
 
 
-def test_who_does_not_know_the_secret_is_not_heard(store: dist.Store) -> None:
+def test_connection_without_the_secret_is_not_heard(store: dist.Store) -> None:
     heard: list[Connection] = []
     server = Server(store, 0, heard.append)
     assert json.loads(store.get("roles/address/0")) == ["127.0.0.1", server.port]  # no secret
@@ -447,7 +447,7 @@ def test_who_does_not_know_the_secret_is_not_heard(store: dist.Store) -> None:
     server.close()
 
 
-def test_who_stands_between_two_ranks_is_not_heard(store: dist.Store) -> None:
+def test_process_between_two_ranks_is_not_heard(store: dist.Store) -> None:
     """The store can be written by anybody, who could lead ranks to an address of their own and pass proofs on."""
     heard: list[Connection] = []
     server = Server(store, 0, heard.append)
@@ -475,9 +475,7 @@ def relay(between: socket.socket, port: int) -> None:
                 to[end].sendall(data)
 
 
-def test_a_rank_that_does_not_train_says_what_to_lower_where_memory_runs_out(
-    store: dist.Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_worker_rank_out_of_memory_says_what_to_lower(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     def serve(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 
 from hybrid3d import distributed
+from hybrid3d.bench.values import SyntheticWeights
 from hybrid3d.certify.findings import Findings, join
-from hybrid3d.certify.noisy_source import NoisyWeights
 from hybrid3d.config import Recipe
 from hybrid3d.families import family_of
 from hybrid3d.generation.engine import Completion, GenerationRequest
 from hybrid3d.inputs.models import read_config
+from hybrid3d.reshard.delta.changes import Changes, pack_bits
 from hybrid3d.reshard.ends import NamedTensors, PlainSource
 from hybrid3d.reshard.file_index import read_index
 from hybrid3d.reshard.files import CheckpointReader, file_pieces, load_files
@@ -27,11 +28,70 @@ from hybrid3d.rollout.inspection import FreshModel, Inspection
 from hybrid3d.run.health import MAX_EXPLAINED_MISMATCH
 from hybrid3d.sync import CorruptSync, weight_sync
 from hybrid3d.train.megatron.policy import Policy
+from hybrid3d.train.megatron.source import MegatronWeights
 from hybrid3d.trainer.export import write_export
 
 CHANGED_FRACTION = 0.05  # of the elements in a round whose sync sends only those
+RELATIVE, ABSOLUTE = 0.05, 0.002  # the largest change of an element: a part of its value, and of those that are 0
 NEW_TOKENS = 8
 PROMPTS = 4
+
+
+class NoisyWeights:
+    """A rank's weights in Megatron; what `ChangeTracker` is in a run (`reshard.ends.ChangeSource`).
+
+    They change by noise that is the same on every rank that holds an element. Only bfloat16 tensors are tracked, as in
+    a run.
+    """
+
+    complete = True
+
+    def __init__(self, weights: MegatronWeights):
+        self._weights = weights
+        self._bits = {
+            name: pack_bits(torch.zeros(tensor.numel(), dtype=torch.bool, device=tensor.device))
+            for name, tensor in self._tracked().items()
+        }
+        self._changed = 0
+
+    @torch.no_grad()
+    def change(self, number: int, fraction: float) -> None:
+        """Change this fraction of the elements of every tensor; the noise depends on the number."""
+        before = {name: tensor.detach().clone() for name, tensor in self._tracked().items()}
+        source = NamedTensors(self._weights.tensors)
+        noise, chosen = SyntheticWeights(number), SyntheticWeights(0, number, fraction)
+        for piece in self._weights.holdings.pieces:
+            tensor = source.read(piece)
+            for part, values in noise.values(piece.name, piece.box, torch.float32, tensor.device):
+                there = source.read(piece.restrict(part))
+                values = there.float() * (1 + RELATIVE * values) + ABSOLUTE * values
+                mask = chosen.changed(f"{piece.name}/{number}", part, tensor.device)
+                there.copy_(torch.where(mask, values.to(there.dtype), there))
+        for name, old in before.items():
+            differs = (old.view(torch.int16) != self._weights.tensors[name].detach().view(torch.int16)).flatten()
+            self._bits[name] |= pack_bits(differs)
+            self._changed += int(differs.sum())
+
+    def _tracked(self) -> Mapping[str, torch.Tensor]:
+        return {name: t for name, t in self._weights.tensors.items() if t.dtype is torch.bfloat16}
+
+    @property
+    def elements(self) -> int:
+        return sum(tensor.numel() for tensor in self._tracked().values())
+
+    def bitmaps(self) -> Changes:
+        return self._bits
+
+    def check(self) -> bool:
+        return True
+
+    def count_changed(self) -> int:
+        return self._changed
+
+    def clear(self) -> None:
+        self._changed = 0
+        for bits in self._bits.values():
+            bits.zero_()
 
 
 class Certification:

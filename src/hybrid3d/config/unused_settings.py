@@ -12,8 +12,7 @@ from keyword import iskeyword
 from typing import TYPE_CHECKING, Any
 
 from hybrid3d.config.algorithms import SMOOTHED_LOSSES, TOKEN_ADVANTAGES
-from hybrid3d.config.refusals import Refusal
-from hybrid3d.config.unused_rule import UnusedRule, reason_of
+from hybrid3d.config.refusals import Kind, Refusal
 
 if TYPE_CHECKING:
     from hybrid3d.config.recipe import Recipe
@@ -21,6 +20,32 @@ if TYPE_CHECKING:
 # Rewards and environments that are computed in the rank's own process, without workers that could fail: see `REWARDS`
 # and `ENVIRONMENTS` in scoring/
 IN_PROCESS = {"gsm8k", "calculator"}
+
+
+@dataclasses.dataclass(frozen=True)
+class UnusedRule:
+    """Settings of a section that have no effect under a condition.
+
+    Attributes:
+        section: dotted name of the section.
+        keys: settings of that section.
+        condition: returns whether the settings are unused in a recipe.
+        reason: returns the condition in words.
+        deciding_settings: settings that decide on the condition and that a schedule may change.
+        kind: why the settings have no effect.
+    """
+
+    section: str
+    keys: tuple[str, ...]
+    condition: Callable[[Recipe], bool]
+    reason: Callable[[Recipe], str]
+    deciding_settings: tuple[str, ...] = ()
+    kind: Kind = "definition"
+
+
+def reason_of(text: str) -> Callable[[Recipe], str]:
+    """Return a function that fills in `{name}`, the algorithm's name, and `{kind}`, the correction's kind."""
+    return lambda recipe: text.format(name=recipe.algorithm.name, kind=recipe.algorithm.correction.kind)
 
 
 def _trains_on_data(recipe: Recipe) -> bool:
@@ -75,12 +100,7 @@ UNUSED_RULES = (
         _trains_on_data,
         reason_of("algorithm.name={name} has no rollout to correct for"),
     ),
-    UnusedRule(
-        "train",
-        ("router_replay",),
-        _trains_on_data,
-        reason_of("algorithm.name={name} has no earlier choices"),
-    ),
+    UnusedRule("train", ("router_replay",), _trains_on_data, reason_of("algorithm.name={name} has no earlier choices")),
     UnusedRule(
         "run",
         ("eval_every",),

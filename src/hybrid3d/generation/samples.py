@@ -6,21 +6,50 @@ An answer is one sample or, where an agent made it, the samples of its branches 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
 from hybrid3d.config import Rollout
 from hybrid3d.generation.engine import NO_CHOICES, Array, Completion, ExpertChoices
-from hybrid3d.generation.run_lengths import RunLengths
 from hybrid3d.rl.data import Example
 from hybrid3d.scoring.scorer import Query
 
 NO_BRANCH = -1  # of a row that only fills a batch
 NO_ANSWER = -1  # the number of the answer of such a row
 ARRAYS = {"prompt_ids": np.int32, "tokens": np.int32, "loss_mask": np.bool_, "logprobs": np.float32}  # of a sample
+
+
+@dataclass(frozen=True)
+class RunLengths(Sequence[int]):
+    """Holds numbers that seldom change as runs (number, length), so that it takes as much memory as there are runs."""
+
+    runs: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> RunLengths:
+        """Return the same numbers as runs."""
+        if isinstance(numbers, RunLengths):
+            return numbers
+        return cls(tuple((number, sum(1 for _ in run)) for number, run in itertools.groupby(map(int, numbers))))
+
+    def __len__(self) -> int:
+        return sum(length for _, length in self.runs)
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.chain.from_iterable(itertools.repeat(*run) for run in self.runs)
+
+    @overload
+    def __getitem__(self, place: int) -> int: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> RunLengths: ...
+
+    def __getitem__(self, place: int | slice) -> int | RunLengths:
+        numbers = [*self]
+        return RunLengths.of(numbers[place]) if isinstance(place, slice) else numbers[place]
 
 
 @dataclass(frozen=True, eq=False)

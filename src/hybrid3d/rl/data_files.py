@@ -6,17 +6,16 @@ footer only; JSON Lines (`.jsonl`) are read line by line, and only the columns t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from hybrid3d.errors import UserMistake
-from hybrid3d.rl.data_names import advise
-from hybrid3d.rl.dictionary_pages import longest_row
 from hybrid3d.rl.json_lines import NOT_JSON, InvalidLine, read_json_columns
 from hybrid3d.storage.user_files import UnreadableFile, check_regular_file
 
@@ -28,8 +27,20 @@ BATCH_ROWS = 1024  # read at a time
 # Text of a parquet file's columns per byte of the file: repetitions take no room in it, but all of them are tokenized
 MAX_EXPANSION, ALWAYS_ALLOWED = 1_000, 256 * 2**20
 
-_NOT_PARQUET = "not a readable parquet file, or one cut short"
 JSON_LINES, MAX_JSON_BYTES = ".jsonl", 2**30
+
+# Of the header of a parquet page, in Thrift's compact protocol
+DICTIONARY_PAGE = 2  # of parquet's enum PageType
+NEXT_INTEGER = 0x15  # the field after the last one, an i32
+HEADER_BYTES = 3 * (1 + 5)  # of the fields that are read: type, uncompressed size, compressed size
+
+# What a file that cannot be read seems to be, by its name and its first bytes
+_NOT_PARQUET = "not a readable parquet file, or one cut short"
+_ACCEPTED = "data files are parquet, or JSON Lines named *.jsonl"
+_COMPRESSED = {".gz": "gunzip", ".zst": "unzstd", ".xz": "unxz", ".bz2": "bunzip2", ".zip": "unzip"}
+_MAGIC = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"\xfd7zXZ": ".xz", b"BZh": ".bz2", b"PK\x03\x04": ".zip"}
+_TABLES = {".csv": "CSV", ".tsv": "TSV", ".xlsx": "an Excel sheet", ".arrow": "Arrow", ".feather": "Feather"}
+_START_BYTES = 64
 
 Turn = dict[str, str]
 """One turn of a conversation, with the keys `role` and `content`."""
@@ -175,6 +186,57 @@ def _read_batches(path: str | Path, file: pq.ParquetFile, columns: Sequence[str]
     return found
 
 
+def longest_row(path: str | Path, metadata: Any, columns: Set[str]) -> int:
+    """Return the bytes that a row may have besides those that only it has in the file; 0 if it can repeat nothing.
+
+    Rows may repeat the texts of a dictionary page; those of other pages are in the file as often as they are read, so
+    that the footer has their bytes. The size of a dictionary page is in its header only, and Arrow allocates that size
+    and no more. Of lists it is that of a row of mean length.
+
+    Args:
+        metadata: the file's footer, a `pyarrow.parquet.FileMetaData`.
+        columns: names of columns, without those of structs within them.
+    """
+    most: dict[str, int] = {}
+    with Path(path).open("rb") as file:
+        for index in range(metadata.num_row_groups):
+            group = metadata.row_group(index)
+            for chunk in (group.column(number) for number in range(group.num_columns)):
+                name = chunk.path_in_schema
+                if name.split(".")[0] in columns:
+                    per_row = -(-chunk.num_values // max(1, group.num_rows))
+                    most[name] = max(most.get(name, 0), _repeated_bytes(file, chunk) * per_row)
+    return sum(most.values())
+
+
+def _repeated_bytes(file: BinaryIO, chunk: Any) -> int:
+    """Return the bytes of a chunk that one of its values may have in common with others."""
+    if "DELTA_BYTE_ARRAY" not in chunk.encodings:  # of values that begin as the one before
+        file.seek(min(filter(None, (chunk.dictionary_page_offset, chunk.data_page_offset)), default=0))
+        with suppress(StopIteration, ValueError):
+            kind, size = _header(iter(file.read(HEADER_BYTES)))
+            if kind == DICTIONARY_PAGE:
+                return size
+            if not any("DICTIONARY" in encoding for encoding in chunk.encodings):
+                return 0
+    return int(chunk.total_uncompressed_size)
+
+
+def _header(content: Iterator[int]) -> tuple[int, int]:
+    """Return the type of a page, and its uncompressed bytes. ValueError, StopIteration: it begins otherwise."""
+    found = []
+    for _ in range(2):
+        if next(content) != NEXT_INTEGER:
+            raise ValueError
+        number = shift = 0
+        while (part := next(content)) & 0x80:
+            number |= (part & 0x7F) << shift
+            shift += 7
+        number |= part << shift
+        found.append((number >> 1) ^ -(number & 1))  # zigzag
+    return found[0], found[1]
+
+
 def _text_bytes(array: pa.Array) -> int:
     """Return the bytes of an array's texts, those of a dictionary as often as they occur."""
     if pa.types.is_dictionary(array.type):
@@ -232,10 +294,42 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def _unreadable(path: str | Path) -> str:
-    return (NOT_JSON if Path(path).suffix == JSON_LINES else _NOT_PARQUET) + advise(path)
+    return (NOT_JSON if Path(path).suffix == JSON_LINES else _NOT_PARQUET) + _advise(path)
 
 
 def _reason(path: str | Path, error: Exception) -> str:
     """Return the first line of the error of pyarrow or the system."""
     first = (str(error).splitlines() or [""])[0]
     return f"{_unreadable(path)}: {first}"
+
+
+def _advise(path: str | Path) -> str:
+    """Return what may be done about a data file that cannot be read; it begins with a colon. "" if nothing is known."""
+    path = Path(path)
+    if path.is_dir():
+        names = sorted(file.name for file in path.iterdir() if file.suffix in (".parquet", ".jsonl"))
+        inside = f", such as {path / names[0]}" if names else ""
+        return f": {_ACCEPTED}; name one file in this folder{inside}"
+    start = _first_bytes(path)
+    if start.startswith(b"PAR1"):
+        return ""
+    suffix = path.suffix.lower()
+    packed = next((kind for magic, kind in _MAGIC.items() if start.startswith(magic)), None)
+    if packed or suffix in _COMPRESSED:
+        command = _COMPRESSED[packed or suffix]
+        return f": {_ACCEPTED}; this one is compressed: unpack it with {command}, or write it as parquet"
+    if suffix in _TABLES:
+        return f": {_ACCEPTED}; convert {_TABLES[suffix]}, for example with pandas' to_parquet"
+    if start.lstrip().startswith(b"{") and path.suffix != ".jsonl":
+        return f": {_ACCEPTED}; if this one has an object a line, rename it to {path.with_suffix('.jsonl').name}"
+    if start.lstrip().startswith(b"["):
+        return f": {_ACCEPTED}; this one is an array: write one object a line, as `jq -c '.[]'` does"
+    return "" if suffix in (".parquet", ".jsonl") else f": {_ACCEPTED}"
+
+
+def _first_bytes(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(_START_BYTES)
+    except OSError:
+        return b""

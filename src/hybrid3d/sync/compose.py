@@ -18,9 +18,8 @@ from hybrid3d.reshard.move.transport import make_transport
 from hybrid3d.reshard.plan.layout import Piece
 from hybrid3d.reshard.quantized import Quantized
 from hybrid3d.reshard.sources import Compared, Merged
-from hybrid3d.sync.adapters import ChainedSync
 from hybrid3d.sync.choice import SyncEstimate
-from hybrid3d.sync.session import Sync, WeightSync
+from hybrid3d.sync.session import Sync, SyncReport, WeightSync
 from hybrid3d.sync.settings import SyncSettings
 
 
@@ -74,6 +73,42 @@ class NoEngine:
 
 
 NO_MODEL, NO_ENGINE = NoModel(), NoEngine()
+
+
+class ChainedSync(Sync):
+    """Two syncs one after the other, of which the first happens once: what it sends does not change."""
+
+    def __init__(self, once: Sync, then: Sync):
+        self._once: Sequence[Sync] = (once,)  # empty after the first sync
+        self._before: Sequence[SyncReport] = ()  # of `once`, in the first sync
+        self._then = then
+
+    @property
+    def in_progress(self) -> int | None:
+        return self._then.in_progress
+
+    def begin(self, version: int, verify: bool = False) -> None:
+        """Begin a sync, the first time after a whole one of what is sent once."""
+        self._before = [sync.run(version, verify) for sync in self._once]
+        self._once = ()
+        self._then.begin(version, verify)
+
+    def bucket_ready(self, bucket: int, last: bool) -> None:
+        self._then.bucket_ready(bucket, last)
+
+    def finish(self) -> SyncReport:
+        report = self._then.finish()
+        for before in self._before:
+            report = report.after(before)
+        self._before = ()
+        return report
+
+    def require_dense(self) -> None:
+        self._then.require_dense()
+
+    def abandon(self) -> None:
+        for sync in (*self._once, self._then):
+            sync.abandon()
 
 
 def policy_sync(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -20,9 +20,17 @@ from hybrid3d.sync.choice import NOT_ESTIMATED, Estimate, ExpectedSeconds, NoEst
 from hybrid3d.sync.delta import DeltaSync
 from hybrid3d.sync.plan import plan_sync
 from hybrid3d.sync.settings import SyncSettings
-from hybrid3d.sync.verification import CorruptSync, corrupted_on_any, listed
 
 logger = logging.getLogger(__name__)
+
+LISTED = 5  # corrupted tensors that a message names
+
+
+class CorruptSync(RuntimeError):
+    """Tensors arrived corrupted twice: memory or a link of a machine is faulty."""
+
+    def __init__(self, tensors: Sequence[str]):
+        super().__init__(f"{len(tensors)} tensors arrived corrupted twice: {_listed(tensors)}")
 
 
 @dataclass(frozen=True)
@@ -308,7 +316,7 @@ class WeightSync(Sync):
         return self._executor
 
     def _send_again(self, corrupted: tuple[str, ...]) -> ExecutionReport:
-        logger.warning("%d tensors arrived corrupted: %s; sending everything again", len(corrupted), listed(corrupted))
+        logger.warning("%d tensors arrived corrupted: %s; sending everything again", len(corrupted), _listed(corrupted))
         self.sink.begin()
         done = self._executing.run(verify=True)
         self.sink.end()
@@ -334,3 +342,13 @@ class WeightSync(Sync):
         with self._stream.behind():
             yield
         self._exposed += time.perf_counter() - start
+
+
+def corrupted_on_any(names: Sequence[str] | None, exchange: Exchange) -> tuple[str, ...]:
+    """Return the corrupted tensors of all ranks, sorted; the same on every rank."""
+    return tuple(sorted({name for _, of_ranks in exchange.unique(names) for name in of_ranks or ()}))
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return the first names, for a message."""
+    return ", ".join([*names[:LISTED], *(["..."] if len(names) > LISTED else [])])

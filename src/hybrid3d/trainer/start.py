@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from hybrid3d import distributed
-from hybrid3d.config import Recipe
+from hybrid3d.config import Recipe, RecipeError
 from hybrid3d.families import family_of
 from hybrid3d.inputs.models import read_config, read_tokenizer
 from hybrid3d.inputs.tokenizer_files import tokenizer_assumptions
+from hybrid3d.launch_environment import local_world_size
 from hybrid3d.ledger import RankStart
+from hybrid3d.planning.hardware import total_memory
 from hybrid3d.run.folder import RunFolder, checkpoint_folder, draw_curves
 from hybrid3d.run.identity import RunIdentity
 from hybrid3d.run.identity import begin as begin_run
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from hybrid3d.run.health import Guard
     from hybrid3d.run.live_settings import LiveSettings
     from hybrid3d.run.logger import RunLogger
-    from hybrid3d.train.trained_model import TrainEngine
+    from hybrid3d.train.trained_model import TrainedModels, TrainEngine
     from hybrid3d.trainer.colocated import Colocated
     from hybrid3d.trainer.remote_generator import TrainingRank
 
@@ -193,7 +195,6 @@ def _train_rl(
 ) -> None:
     from hybrid3d.run.health import Guard
     from hybrid3d.trainer.checkpoints import Checkpoints
-    from hybrid3d.trainer.optimizer_sharding import decide_sharding
     from hybrid3d.trainer.rl import train_rl
     from hybrid3d.trainer.step_recorder import StepRecorder
 
@@ -204,7 +205,7 @@ def _train_rl(
     record.data({"train": roles.train, **roles.held_out})
     identity = _identity(live, record, group)
     engine, replicas = train_engine(), recipe.train.dp * recipe.train.cp
-    sharding = decide_sharding(recipe, engine, models.trained, record, group)
+    sharding = _decide_sharding(recipe, engine, models.trained, record, group)
     checkpoints = Checkpoints(engine, models.trained, replicas, record, group, identity, sharding)
     recorder = StepRecorder(models.trained, models.policy.is_reporting_rank, record.folder, group, identity)
     train_rl(roles, live, guard, checkpoints, recorder, record, group)
@@ -217,7 +218,6 @@ def _train_on_data(
     from hybrid3d.trainer.checkpoints import Checkpoints
     from hybrid3d.trainer.data_loops import DataUpdates, DpoUpdates, SftUpdates, train_on_data
     from hybrid3d.trainer.models import reference_of
-    from hybrid3d.trainer.optimizer_sharding import decide_sharding
 
     guard, recipe, engine, rank = Guard(record), live.recipe, train_engine(), group.rank()
     policy = engine.policy(read_config(recipe.model.path), recipe, rank)
@@ -228,7 +228,7 @@ def _train_on_data(
     else:
         updates = SftUpdates(recipe, policy)
     replicas, identity = recipe.train.dp * recipe.train.cp, _identity(live, record, group)
-    sharding = decide_sharding(recipe, engine, {"policy": policy}, record, group)
+    sharding = _decide_sharding(recipe, engine, {"policy": policy}, record, group)
     checkpoints = Checkpoints(engine, {"policy": policy}, replicas, record, group, identity, sharding)
     train_on_data(updates, policy, live, guard, checkpoints, record, group)
 
@@ -236,3 +236,40 @@ def _train_on_data(
 def _identity(live: LiveSettings, record: RunLogger, group: dist.ProcessGroup) -> RunIdentity | None:
     """Return the identity of a run on the first rank, which writes it, and None on the others."""
     return RunIdentity.of_run(record.folder, live.initial_recipe) if group.rank() == 0 else None
+
+
+def _decide_sharding(
+    recipe: Recipe, engine: TrainEngine, models: TrainedModels, record: RunLogger, group: dist.ProcessGroup
+) -> str:
+    """Return how checkpoints save optimizers, by the memory of the nodes that the run is on.
+
+    It is the same on all ranks of the group, which call this together.
+
+    Raises:
+        RecipeError: `dp_reshardable` is set, and ranks have no part of a bucket.
+    """
+    from hybrid3d.planning.checkpoint_memory import choose_sharding
+    from hybrid3d.train.trained_model import DP_RESHARDABLE, FULLY_RESHARDABLE
+
+    gathered, capacity = engine.host_bytes(models, FULLY_RESHARDABLE), total_memory()
+    ranks = local_world_size()
+    votes = distributed.gather_objects(
+        (choose_sharding(recipe.run.optimizer_sharding, ranks * gathered, capacity), ranks * gathered, capacity), group
+    )
+    sharding: str
+    sharding, needed, memory = next((vote for vote in votes if vote[0] == DP_RESHARDABLE), votes[0])
+    if sharding == DP_RESHARDABLE and not engine.can_shard_by_ranks(models, group):
+        problem = f"train.dp={recipe.train.dp}: of a bucket of gradients some ranks have no part, only padding"
+        if recipe.run.optimizer_sharding != "auto":
+            fix = "lower train.dp, or set run.optimizer_sharding=fully_reshardable"
+            raise RecipeError(recipe.name, [f"run.optimizer_sharding={sharding}: {problem}: {fix}"])
+        sharding = FULLY_RESHARDABLE
+    fields = {"sharding": sharding, "gathered_bytes": needed, "node_bytes": memory}
+    message = ""
+    if sharding == DP_RESHARDABLE and recipe.run.optimizer_sharding == "auto":
+        message = (
+            f"checkpoints save each rank's shard of the optimizer (dp_reshardable), as gathered they would take "
+            f"{needed / 1e9:.0f} GB of a node's {memory / 1e9:.0f} GB: only train.dp can differ where they are loaded"
+        )
+    record.event("optimizer_sharding", message, **fields)
+    return sharding

@@ -23,9 +23,9 @@ WAITING_ANYWHERE = ("torch.distributed.distributed_c10d", "vllm.distributed.")
 WAITING_INNERMOST = (
     *("megatron.core.distributed.", "megatron.core.pipeline_parallel.", "megatron.core.tensor_parallel."),
     *("hybrid3d.reshard.move.transport", "hybrid3d.reshard.move.lent_memory"),
-    *("hybrid3d.distributed", "hybrid3d.generation.delivery"),
+    *("hybrid3d.distributed", "hybrid3d.generation.exchange"),
 )
-WAITING_OURS = ("hybrid3d.workers.", "hybrid3d.sync.", "hybrid3d.trainer.remote_generator", "hybrid3d.trainer.ahead")
+WAITING_OURS = ("hybrid3d.workers.", "hybrid3d.sync.", "hybrid3d.trainer.remote_generator")
 # Modules whose functions have their process group in these variables, or in these attributes of `self`. The variables
 # of other functions are not read: Python would keep their values until these functions return.
 COLLECTIVES = "torch.distributed.distributed_c10d"
@@ -33,7 +33,7 @@ ENGINES = ("megatron.core.", "vllm.distributed.")
 PEERS = {"recv": "src", "send": "dst"}  # the variables that have the other end
 GROUPS = ("group", "pp_group", "tp_group", "data_parallel_group", "cpu_group")
 # Modules of objects that tell what they wait for
-TELLING = ("hybrid3d.reshard.", "hybrid3d.workers.", "hybrid3d.trainer.remote_generator", "hybrid3d.trainer.ahead")
+TELLING = ("hybrid3d.reshard.", "hybrid3d.workers.", "hybrid3d.trainer.remote_generator")
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,13 @@ the rank works and does not wait for others, by which slow ranks are found (`wat
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import json
 import logging
 import os
+import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -27,7 +30,6 @@ from hybrid3d.distributed import RANKS_PER_POLL_SECOND, clone_store
 from hybrid3d.launch_environment import heartbeat_seconds, wants_native_stacks
 from hybrid3d.watch import work_meter
 from hybrid3d.watch.heartbeat import OVER, STARTING, current_phase
-from hybrid3d.watch.native_stacks import write_native_stacks
 from hybrid3d.watch.stalls import (
     Standstill,
     Wait,
@@ -50,6 +52,9 @@ STORE_SECONDS = 5.0  # in which the store has answered, before the run ends with
 STALE_POLLS = 2  # after which a rank that has told nothing more has moved, or is lost
 DEADLOCK_SECONDS = 600.0  # for which all ranks have waited for each other when the run ends
 NATIVE_STACKS_AFTER = 3  # times that rank 0 was told, so that it has named the rank that is stopped for them
+NATIVE_STACKS_SECONDS = 20  # for which the process may be stopped: less than a heartbeat's timeout
+NATIVE_FRAMES = 40  # of each thread, the innermost ones
+PR_SET_PTRACER, ANY = 0x59616D61, -1  # of prctl(2)
 _TOLD, _ALL_STAND = "standstill/told", "standstill/all"  # keys of the store
 
 Report = Callable[[str, str, dict[str, object]], None]
@@ -293,3 +298,22 @@ def _find_wait(frame: FrameType) -> Wait | None:
     except Exception:
         logger.exception("it is not known what this rank waits for")
         return None
+
+
+def write_native_stacks() -> None:
+    """Write the C stacks of all threads to stderr; this process is stopped meanwhile, and goes on afterwards."""
+    pid = str(os.getpid())
+    if shutil.which("py-spy"):
+        command = ["py-spy", "dump", "--native", "--pid", pid]
+    elif shutil.which("gdb"):
+        command = ["gdb", "-p", pid, "-batch", "-nx", "-ex", f"thread apply all bt {NATIVE_FRAMES}"]
+    else:
+        logger.warning("no C stacks, because neither py-spy nor gdb is installed: `pip install py-spy`")
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PTRACER, ANY, 0, 0, 0)  # some kernels let only ancestors look, unless allowed
+    sys.stderr.flush()
+    # `timeout`, as this process cannot watch the time while it is stopped
+    command = ["timeout", "--signal=KILL", str(NATIVE_STACKS_SECONDS), *command]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=2, stderr=2, check=False)
+    if done.returncode:
+        logger.warning("%s has failed, with exit code %d", command[3], done.returncode)
