@@ -154,14 +154,14 @@ class GlooSharingThreads(dist.ProcessGroupGloo):
 
     _devices: ClassVar[list[Any]] = []
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta):
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, **more: Any):
         if not self._devices:
             interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
             made = [self.create_device(interface=name) for name in interfaces] or [self.create_default_device()]
             self._devices.extend(made)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices, options._threads, options._timeout = self._devices, 2 * len(self._devices), timeout
-        super().__init__(store, rank, size, options)
+        super().__init__(store, rank, size, options, **more)
 
 
 class ForeignObject(RuntimeError):

@@ -21,7 +21,7 @@ assert SPEC.loader is not None
 structure = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(structure)
 
-FILES, LINES = 346, 54720  # of the package
+FILES, LINES = 346, 54800  # of the package
 LINES_OF_ROOM = {
     "__init__": 10,
     "__main__": 10,
@@ -48,9 +48,9 @@ LINES_OF_ROOM = {
     "rollout": 2620,
     "run": 2070,
     "scoring": 4640,
-    "storage": 690,
+    "storage": 710,
     "sync": 1180,
-    "train": 4630,
+    "train": 4690,
     "trainer": 3100,
     "watch": 950,
     "workers": 1410,
@@ -80,7 +80,7 @@ NONE = {
     "scoring": 88,
     "storage": 3,
     "sync": 4,
-    "train": 95,
+    "train": 97,
     "trainer": 153,
     "watch": 36,
     "workers": 29,

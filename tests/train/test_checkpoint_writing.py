@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
-import os
+import re
 import signal
-import time
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,14 +16,16 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
 from hybrid3d.launch import failures
 from hybrid3d.launch.failures import failure_message, find_root_cause
 from hybrid3d.run.folder import RunFolder
+from hybrid3d.storage import manifest
 from hybrid3d.storage.disk import CheckpointWriteError
+from hybrid3d.storage.manifest import BrokenCheckpoint, UnusableCheckpoint
 from hybrid3d.train import writing
-from hybrid3d.train.megatron import checkpoint, patches
+from hybrid3d.train.megatron import checkpoint
 
 pytestmark = [pytest.mark.engines, pytest.mark.processes]
 
@@ -36,7 +39,7 @@ FULL = Path("/dev/full")  # Linux: every write to it fails as on a full disk
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="only Linux has /dev/full")
-def test_a_part_that_fails_ends_all_and_leaves_nothing(alone: dist.ProcessGroup, tmp_path: Path) -> None:
+def test_part_that_fails_ends_all_and_leaves_nothing(alone: dist.ProcessGroup, tmp_path: Path) -> None:
     folder, before = tmp_path / "step-000004.partial", tmp_path / "step-000002"
     for path in (folder, before):
         path.mkdir()
@@ -49,7 +52,7 @@ def test_a_part_that_fails_ends_all_and_leaves_nothing(alone: dist.ProcessGroup,
     assert (before / "a").read_text() == "a"
 
 
-def test_what_is_no_fault_of_the_disk_stays_what_it_is(alone: dist.ProcessGroup, tmp_path: Path) -> None:
+def test_error_not_of_the_disk_stays_what_it_is(alone: dist.ProcessGroup, tmp_path: Path) -> None:
     with pytest.raises(KeyError):
         writing.together(tmp_path, lambda: {}["x"], alone)
     assert tmp_path.exists()
@@ -65,7 +68,7 @@ def test_removal(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000004", "step-000008.broken"]
 
 
-def test_an_end_that_all_ranks_come_to_is_told_once(tmp_path: Path) -> None:
+def test_end_that_all_ranks_come_to_is_told_once(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.logs.mkdir()
     for rank in range(2):
@@ -74,7 +77,7 @@ def test_an_end_that_all_ranks_come_to_is_told_once(tmp_path: Path) -> None:
     assert what_is_said(folder, {}) == "stopped: no room for x"
 
 
-def test_a_rank_that_fails_alone_is_named(tmp_path: Path) -> None:
+def test_rank_that_fails_alone_is_named(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.logs.mkdir()
     killed = {1: SimpleNamespace(exitcode=-signal.SIGKILL)}
@@ -85,7 +88,7 @@ def test_a_rank_that_fails_alone_is_named(tmp_path: Path) -> None:
     assert what_is_said(folder, {}) == f"rank 1 failed: ValueError: x\nits log: {log}"
 
 
-def test_a_reason_is_seen_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reason_is_seen_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, write, seen = RunFolder(tmp_path), Path.write_text, []
     folder.logs.mkdir()
 
@@ -101,54 +104,51 @@ def test_a_reason_is_seen_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytes
     assert json.loads(folder.failure_path(0).read_text()) == reason
 
 
-def killed(*_: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-@pytest.mark.timeout(60)
-def test_a_writer_that_is_killed(alone: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its checkpoint has no end, but ends; the next is written."""
-    tensor = torch.arange(6.0)
+@pytest.mark.skipif(not FULL.exists(), reason="only Linux has /dev/full")
+@pytest.mark.parametrize("broken", [0, -1])
+def test_bucket_that_cannot_be_written_fails_its_checkpoint(
+    alone: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: int
+) -> None:
+    """The disk is full for the first or the last of a rank's files: nothing stays, and the next one is written."""
+    tensors = {name: torch.arange(6.0) for name in "abcd"}
+    write_buckets = writing._write_buckets
 
     def state() -> dict[str, ShardedTensor]:
-        return {"a": ShardedTensor.from_rank_offsets("a", tensor)}
+        return {name: ShardedTensor.from_rank_offsets(name, tensor) for name, tensor in tensors.items()}
 
     def write(step: int) -> None:
         writing.CheckpointWriter(state, tmp_path / f"step-{step}", {}, in_background=True, group=alone).finish()
 
+    def to_full_disk(transforms: list[Any], buckets: list[Any]) -> dict[int, Any]:
+        Path(buckets[broken][0]).symlink_to(FULL)
+        return write_buckets(transforms, buckets)
+
     with monkeypatch.context() as patch:
-        patch.setattr(FileSystemWriterAsync, "write_preloaded_data", killed)
-        with pytest.raises(CheckpointWriteError, match="ended with code -9"):
+        patch.setattr(writing, "_write_buckets", to_full_disk)
+        with pytest.raises(CheckpointWriteError, match=r"no room for .*step-1") as caught:
             write(1)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert caught.value.__cause__.errno == errno.ENOSPC
     write(2)
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-2"]
-    assert dist_checkpointing.load(state(), str(tmp_path / "step-2"))["a"].equal(tensor)
+    loaded = dist_checkpointing.load(state(), str(tmp_path / "step-2"))
+    assert all(loaded[name].equal(tensor) for name, tensor in tensors.items())
 
 
-@pytest.mark.timeout(60)
-def test_a_writer_that_never_begins(alone: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a fork may not, of a process with threads: another is begun, or the checkpoint has no end."""
-    forked, tensor = tmp_path / "forked", torch.arange(6.0)
+def test_settings_of_groups_are_found_at_another_learning_rate() -> None:
+    """Megatron-Core 0.19 recognizes a group by its rate too: the current one gets the saved rate, as the state has."""
 
-    def stuck_at_first(rank: int) -> None:
-        if not forked.exists():
-            forked.write_text(str(os.getpid()))
-            time.sleep(60)
+    def group(rate: float, **more: object) -> dict[str, object]:
+        kind = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+        return {**kind, "max_lr": rate, "min_lr": 0.0, **more}
 
-    def state() -> dict[str, ShardedTensor]:
-        return {"a": ShardedTensor.from_rank_offsets("a", tensor)}
-
-    monkeypatch.setattr(patches, "START_SECONDS", 1)
-    monkeypatch.setattr(patches, "kill_when_parent_exits", stuck_at_first)
-    writing.CheckpointWriter(state, tmp_path / "step-1", {}, in_background=True, group=alone).finish()
-    assert dist_checkpointing.load(state(), str(tmp_path / "step-1"))["a"].equal(tensor)
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(forked.read_text()), 0)
-    monkeypatch.setattr(patches, "START_TRIES", 2)
-    monkeypatch.setattr(patches, "kill_when_parent_exits", lambda rank: time.sleep(60))
-    with pytest.raises(CheckpointWriteError, match="has started in 2 x 1 seconds"):
-        writing.CheckpointWriter(state, tmp_path / "step-2", {}, in_background=False, group=alone).finish()
-    assert [path.name for path in tmp_path.glob("step-*")] == ["step-1"]
+    current = group(2e-4, params=[0])
+    optimizer = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[current]))
+    (found,) = checkpoint._settings_of(optimizer, [group(1e-4, step=7)])
+    assert found == group(1e-4, step=7)
+    known = [key for key in param_group_identifier_keys if key in current]
+    assert [current[key] for key in known] == [found[key] for key in known]
+    assert current["params"] == [0]
 
 
 def test_settings_of_experts_that_no_group_was_saved_for() -> None:
@@ -161,3 +161,36 @@ def test_settings_of_experts_that_no_group_was_saved_for() -> None:
     optimizer = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[group(0.0, True), group(1.0, True)]))
     found = checkpoint._settings_of(optimizer, saved)
     assert found == [group(0.0, True, step=7, lr=0.25), group(1.0, True, step=7, lr=0.5)]
+
+
+@pytest.mark.parametrize(
+    ("wrote", "error", "told"),
+    [
+        ("0.19.2", UnusableCheckpoint, "megatron-core 0.19.2 wrote it, and 0.16.1, which is installed, cannot read it"),
+        ("0.16.1", BrokenCheckpoint, "common.pt, which every checkpoint of megatron-core 0.16.1 has"),
+        (None, BrokenCheckpoint, "common.pt, which every checkpoint of megatron-core 0.16.1 has"),
+    ],
+)
+def test_checkpoint_of_later_megatron_is_refused_by_earlier_one(
+    alone: dist.ProcessGroup,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    wrote: str | None,
+    error: type[BrokenCheckpoint],
+    told: str,
+) -> None:
+    folder = tmp_path / "step-1"
+    tensor = ShardedTensor.from_rank_offsets("a", torch.arange(6.0))
+    writing.CheckpointWriter(
+        lambda: {"a": tensor}, folder, {"progress.json": {}}, in_background=False, group=alone
+    ).finish()
+    checkpoint.check(folder, alone)
+    assert manifest.read_versions(folder) == {"megatron-core": version("megatron-core")}
+    (folder / "common.pt").unlink(missing_ok=True)
+    files = {name: manifest.fsync_and_crc(folder / name) for name in manifest.list_files(folder)}
+    manifest.write(folder, files, versions=wrote and {"megatron-core": wrote})
+    monkeypatch.setattr(checkpoint, "COMMON_FILE", "common.pt")
+    monkeypatch.setattr(checkpoint, "WRITTEN_BY", {"megatron-core": "0.16.1"})
+    with pytest.raises(error, match=re.escape(told)) as caught:
+        checkpoint.check(folder, alone)
+    assert type(caught.value) is error

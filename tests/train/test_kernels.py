@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.engines]
 LAYOUT = Train(tp=2, dp=2, ep=2, etp=2)
 
 
-def test_on_a_cpu_torch_computes_everything() -> None:
+def test_kernels_on_a_cpu_are_all_torch() -> None:
     from hybrid3d.train.megatron.runtime import in_use
 
     torch_here = re.escape(f"torch {torch.__version__.partition('+')[0]}") + r"(\+\w+)?"
@@ -34,7 +34,9 @@ def test_on_a_cpu_torch_computes_everything() -> None:
         (False, False, "torch", "torch 2 (CUDA); optimizer: torch 2 FusedAdam"),
     ],
 )
-def test_what_a_gpu_would_say(te: bool, fused: bool, adam: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_on_a_gpu_are_named(
+    te: bool, fused: bool, adam: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from hybrid3d.train.megatron import runtime
 
     optimizer = SimpleNamespace(Adam=type("FusedAdam", (), {"__module__": f"{adam}.optimizers"}))
@@ -45,7 +47,7 @@ def test_what_a_gpu_would_say(te: bool, fused: bool, adam: str, said: str, monke
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda", 2), 3], ids=str)
-def test_nothing_is_allocated_where_megatron_names_the_gpu(device: Any) -> None:
+def test_cuda_means_allocates_nothing_where_megatron_names_the_gpu(device: Any) -> None:
     from hybrid3d.train.megatron.cpu import META, cuda_means
 
     with cuda_means(META):
@@ -76,16 +78,20 @@ def parameters(spec: Any, settings: Any, prefix: str = "") -> Iterator[str]:
     queries are compressed (megatron/core/transformer/multi_latent_attention.py).
     """
     from megatron.core.extensions import transformer_engine as te
+    from megatron.core.extensions import transformer_engine_spec_provider
 
-    plain = (te.TENorm, te.TELinear, te.TEColumnParallelLinear, te.TERowParallelLinear)
+    from hybrid3d.train.megatron.versions import submodules_of
+
+    norm = getattr(transformer_engine_spec_provider, "_TENormWithResidual", te.TENorm)  # since 0.19
+    plain = (te.TENorm, norm, te.TELinear, te.TEColumnParallelLinear, te.TERowParallelLinear)
     compressed = getattr(settings, "q_lora_rank", None) is not None
     unbuilt = {"experts", "linear_q_proj"} if compressed else {"experts", "linear_q_down_proj", "linear_q_up_proj"}
     if not settings.moe_shared_expert_intermediate_size:
         unbuilt.add("shared_experts")
-    for name, part in vars(spec.submodules).items():
+    for name, part in vars(submodules_of(spec)).items():
         if name in unbuilt:
             continue
-        if getattr(part, "submodules", None) is not None and hasattr(part, "module"):
+        if submodules_of(part) is not None:
             yield from parameters(part, settings, f"{prefix}{name}.")
         elif part is te.TELayerNormColumnParallelLinear:
             yield from (f"{prefix}{name}.layer_norm_weight", f"{prefix}{name}.weight")
@@ -96,7 +102,7 @@ def parameters(spec: Any, settings: Any, prefix: str = "") -> Iterator[str]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_tables_know_every_name_under_transformer_engine(
+def test_tables_know_every_name_under_transformer_engine(
     family: str, tiny_checkpoint: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from hybrid3d.families import family_of
@@ -174,12 +180,13 @@ def test_grouped_experts_are_the_same_pieces(family: str, rank: int, tiny_checkp
     from hybrid3d.train.megatron.build import build_model
     from hybrid3d.train.megatron.runtime import as_rank
     from hybrid3d.train.megatron.source import megatron_weights
+    from hybrid3d.train.megatron.versions import MTP_DECODER_LAYER
 
     config, with_mtp = read_config(tiny_checkpoint(family)) | {"num_nextn_predict_layers": 1}, family == "deepseek_v3"
     with as_rank(rank, LAYOUT, 4):
         stages = build_model(config, LAYOUT, torch.float32, meta=True, with_mtp=with_mtp)
         alone = megatron_weights(stages, config)
-        further = [layer.transformer_layer for layer in stages[0].mtp.layers] if with_mtp else []
+        further = [getattr(layer, MTP_DECODER_LAYER) for layer in stages[0].mtp.layers] if with_mtp else []
         for layer in [*stages[0].decoder.layers, *further]:
             if hasattr(layer.mlp, "experts"):
                 group_experts(layer.mlp)

@@ -24,7 +24,7 @@ from hybrid3d.storage.user_files import UnreadableFile, read_json_file
 
 MANIFEST = "manifest.json"
 PROGRESS = "progress.json"
-REQUIRED = (".metadata", "metadata.json", "common.pt", PROGRESS)
+REQUIRED = (".metadata", "metadata.json", PROGRESS)  # and common.pt, where Megatron-Core before 0.19 wrote it
 SHARDS = (".distcp", ".pt")  # suffixes of Megatron's other files
 CHUNK = 16 * 2**20
 
@@ -70,14 +70,18 @@ class Identity:
     inputs: Mapping[str, str]
 
 
-def write(folder: Path, crcs: Mapping[str, int], identity: Identity | None = None) -> None:
+def write(
+    folder: Path, crcs: Mapping[str, int], identity: Identity | None = None, versions: Mapping[str, str] | None = None
+) -> None:
     """Write the manifest: a checkpoint's files, by their path within `folder`, with sizes in bytes and CRC-32.
 
     Args:
         identity: which run and step the files are of, if they are of a run.
+        versions: of the packages that wrote them, by name.
     """
     files = {name: {"bytes": (folder / name).stat().st_size, "crc32": crc} for name, crc in sorted(crcs.items())}
     content = {"files": files} if identity is None else {"identity": asdict(identity), "files": files}
+    content |= {"versions": dict(versions)} if versions else {}
     with open(folder / MANIFEST, "w", encoding="utf-8") as out:
         json.dump(content, out, indent=1)
         out.flush()
@@ -223,6 +227,16 @@ def read_identity(folder: Path) -> Identity | None:
         BrokenCheckpoint, UnusableCheckpoint: as `read_manifest`.
     """
     return _identity(folder, _read_content(folder))
+
+
+def read_versions(folder: Path) -> dict[str, str]:
+    """Return the versions of the packages that wrote a checkpoint, by name; empty if the manifest has none.
+
+    Raises:
+        BrokenCheckpoint, UnusableCheckpoint: as `read_manifest`.
+    """
+    read = _read_content(folder).get("versions", {})
+    return {str(name): str(version) for name, version in read.items()} if isinstance(read, dict) else {}
 
 
 def content_digest(folder: Path) -> str:

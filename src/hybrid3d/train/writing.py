@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import re
 import shutil
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from torch.distributed.checkpoint.api import CheckpointException
 
 from hybrid3d.distributed import gather_objects
@@ -25,6 +28,7 @@ from hybrid3d.storage.disk import CheckpointWriteError, describe_write_error, is
 from hybrid3d.storage.manifest import Identity
 from hybrid3d.train.megatron import patches
 from hybrid3d.train.megatron.runtime import on_device
+from hybrid3d.train.megatron.versions import SAVE_SETTINGS, WRITTEN_BY
 
 PARTIAL = ".partial"  # suffix of a folder that is being written or removed
 
@@ -105,7 +109,8 @@ class CheckpointWriter:
         patches.new_results_queue()  # without results of a checkpoint that failed
         try:
             with on_device():
-                request = dist_checkpointing.save(dict(state()), str(self._unfinished), async_sharded_save=True)
+                settings: dict[str, Any] = dict(async_sharded_save=True, **SAVE_SETTINGS)
+                request = dist_checkpointing.save(dict(state()), str(self._unfinished), **settings)
                 self._request, self._arguments = request, list(request.async_fn_args)
                 if request.preload_fn is not None:
                     shards = request.preload_fn()
@@ -121,10 +126,11 @@ class CheckpointWriter:
             raise CheckpointWriteError(why) from error
 
     def _write(self) -> None:
-        """Write this rank's shards; runs in a thread, which waits for the processes that write."""
+        """Write this rank's shards; runs in a thread, beside training."""
         try:
             if self._request.async_fn is not None:
-                self._request.async_fn(*self._arguments, **self._request.async_fn_kwargs)
+                _, buckets, results = self._arguments
+                results.put(_write_buckets(self._request.async_fn.args[0], buckets))
             self._crcs = self._file_crcs()
         except BaseException as error:  # `finish` raises it
             self._failure = error
@@ -146,7 +152,7 @@ class CheckpointWriter:
     def _publish(self, shares: list[dict[str, int]]) -> None:
         """Write the manifest, and rename the folder to its final name."""
         crcs = {name: crc for share in shares for name, crc in share.items()}
-        manifest.write(self._unfinished, crcs, self._identity)
+        manifest.write(self._unfinished, crcs, self._identity, WRITTEN_BY)
         manifest.fsync_folder(self._unfinished)
         with suppress(OSError):  # a folder that is removed only in part has another name
             remove(self.folder)
@@ -188,6 +194,30 @@ def together(folder: Path, part: Callable[[], Result], group: dist.ProcessGroup)
         shutil.rmtree(folder, ignore_errors=True)
     dist.barrier(group)
     raise CheckpointWriteError(first, raised_on_all_ranks=True) from cause
+
+
+def _write_buckets(transforms: list[Any], buckets: list[Any]) -> dict[int, Any]:
+    """Write each bucket, a file, in a thread of its own; return Megatron's results by the bucket's number.
+
+    Megatron's function that writes all of them loses what kind of error a bucket had, or forks processes.
+
+    Raises:
+        OSError: one of them cannot be written.
+    """
+
+    def write(number: int) -> Any:
+        results, count = queue.Queue[Any](), queue.Queue[int]()
+        count.put(number)
+        FileSystemWriterAsync.write_preloaded_data(transforms, number, buckets[number], results, count, True)
+        _, result = results.get()
+        if isinstance(result, OSError):
+            raise result
+        if isinstance(result, Exception):  # torch raises a RuntimeError where its file cannot be written
+            raise OSError(f"{type(result).__name__}: {result}") from result
+        return result
+
+    with ThreadPoolExecutor(len(buckets), thread_name_prefix="checkpoint") as threads:
+        return dict(enumerate(threads.map(write, range(len(buckets)))))
 
 
 def _copied(shards: list[Any], originals: list[Any]) -> list[Any]:

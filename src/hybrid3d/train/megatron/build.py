@@ -24,7 +24,6 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
-    MultiTokenPredictionBlockSubmodules,
     MultiTokenPredictionLayerSubmodules,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -37,9 +36,9 @@ from hybrid3d.patches import apply
 from hybrid3d.reshard.move.device import ON_CUDA, device
 from hybrid3d.train.megatron import patches
 from hybrid3d.train.megatron.cpu import use_torch_layers
-from hybrid3d.train.megatron.mtp import MtpLayer
+from hybrid3d.train.megatron.mtp import MTP_LAYER
 from hybrid3d.train.megatron.runtime import FUSE_GRADIENTS, USE_TE, in_use, on_device
-from hybrid3d.train.megatron.versions import set_in_megatron
+from hybrid3d.train.megatron.versions import MTP_DECODER_LAYER, mtp_block, set_in_megatron, submodules_of
 
 apply(patches.MODEL)
 
@@ -182,7 +181,7 @@ def _build_stage(
 ) -> GPTModel:
     spec = get_gpt_decoder_block_spec(settings, USE_TE, normalization="RMSNorm", vp_stage=vp_stage)
     if not USE_TE:
-        use_torch_layers(spec)
+        use_torch_layers(spec, settings)
     elif adapted:
         _separate_norms(spec)
     rope = family_of(config).rope(config)
@@ -219,11 +218,10 @@ def _mtp_block(
         enorm=spec.layer_norm,
         hnorm=spec.layer_norm,
         eh_proj=TEColumnParallelLinear if USE_TE else ColumnParallelLinear,
-        transformer_layer=spec.layer_specs[-1],
         layer_norm=spec.layer_norm,
+        **{MTP_DECODER_LAYER: spec.layer_specs[-1]},
     )
-    specs = [ModuleSpec(module=MtpLayer, submodules=layer)] * layers
-    block = MultiTokenPredictionBlock(settings, MultiTokenPredictionBlockSubmodules(specs), vp_stage)
+    block = mtp_block(settings, [ModuleSpec(module=MTP_LAYER, submodules=layer)] * layers, vp_stage)
     for module in block.modules():
         if hasattr(module, "finish_init"):  # of Transformer Engine's layers, which `GPTModel` calls for its own
             module.finish_init(None)
@@ -238,7 +236,7 @@ def _separate_norms(spec: TransformerBlockSubmodules) -> None:
     fused = TELayerNormColumnParallelLinear
     for layer in spec.layer_specs:
         parts = layer.submodules
-        attention, mlp = parts.self_attention.submodules, getattr(parts.mlp, "submodules", None)
+        attention, mlp = parts.self_attention.submodules, submodules_of(parts.mlp)
         names = {}
         if getattr(attention, "linear_qkv", None) is fused:
             attention.linear_qkv = TEColumnParallelLinear

@@ -18,15 +18,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from hybrid3d.distributed import gather_objects
 from hybrid3d.storage import manifest
-from hybrid3d.storage.manifest import PROGRESS, BrokenCheckpoint, Identity
+from hybrid3d.storage.manifest import PROGRESS, BrokenCheckpoint, Identity, UnusableCheckpoint
 from hybrid3d.train.megatron.model import MegatronModel
 from hybrid3d.train.megatron.runtime import on_device
 from hybrid3d.train.megatron.source import ADAPTERS, METADATA
+from hybrid3d.train.megatron.versions import COMMON_FILE, WRITTEN_BY
 from hybrid3d.train.trained_model import DP_RESHARDABLE, FULLY_RESHARDABLE
 from hybrid3d.train.writing import CheckpointWriter
 
 OPTIMIZER_BYTES = 12  # of an element: Adam's two moments and the main weight, in float32
 EXPERTS = "is_expert_parallel"  # one of the keys by which Megatron distinguishes parameter groups
+KINDS = ("wd_mult", "lr_mult", "is_decoupled_lr")  # those of them that no setting changes
 
 OPTIMIZER = "optimizer.json"  # in a checkpoint: the format, and the layout that wrote it
 MODEL_AXES = ("tp", "pp", "vpp", "ep", "etp")  # which `dp_reshardable` cannot change
@@ -136,6 +138,7 @@ def check(folder: Path, group: dist.ProcessGroup) -> None:
     try:
         if group.rank() == 0:
             manifest.check_sizes(folder)
+            _check_version(folder)
         manifest.check(folder, group.rank(), group.size())
     except BrokenCheckpoint as error:
         problem = type(error), str(error)
@@ -143,6 +146,25 @@ def check(folder: Path, group: dist.ProcessGroup) -> None:
     if first is not None:
         kind, message = first
         raise kind(message, raised_on_all_ranks=True)
+
+
+def _check_version(folder: Path) -> None:
+    """Check the version of Megatron-Core that is installed reads what another may have written.
+
+    Raises:
+        UnusableCheckpoint: a later one wrote it, which its folder says.
+        BrokenCheckpoint: the manifest lacks a file that this one always writes.
+    """
+    if COMMON_FILE in {"", *manifest.read_manifest(folder)}:
+        return
+    here, wrote = WRITTEN_BY["megatron-core"], manifest.read_versions(folder).get("megatron-core")
+    lacks = f"{folder}: {manifest.MANIFEST} does not list {COMMON_FILE}"
+    if wrote in (None, here):
+        raise BrokenCheckpoint(f"{lacks}, which every checkpoint of megatron-core {here} has")
+    raise UnusableCheckpoint(
+        f"{lacks}: megatron-core {wrote} wrote it, and {here}, which is installed, cannot read it: install "
+        f"megatron-core {wrote}"
+    )
 
 
 @contextmanager
@@ -268,14 +290,21 @@ def _saved_optimizers(state: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _settings_of(optimizer: Any, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the saved settings of an optimizer's parameter groups, saved with or without expert parallelism."""
-    keys = [key for key in param_group_identifier_keys if key != EXPERTS]
+    """Return the saved settings of an optimizer's parameter groups, saved with or without expert parallelism.
+
+    Megatron recognizes a group by more than its kind, since 0.19 also by its learning rate, which may have changed
+    since it was saved: the groups themselves get what they had then.
+    """
 
     def kind(group: Mapping[str, Any]) -> tuple[Any, ...]:
-        return tuple(group[key] for key in keys)
+        return tuple(group[key] for key in KINDS)
 
-    by_kind = {kind(group): group for group in saved}
-    return [{**by_kind[kind(group)], EXPERTS: group[EXPERTS]} for group in optimizer.optimizer.param_groups]
+    by_kind, found = {kind(group): group for group in saved}, []
+    for group in optimizer.optimizer.param_groups:
+        recognized = {key: group[key] for key in param_group_identifier_keys if key in group}
+        found.append({**recognized, **by_kind[kind(group)], EXPERTS: group[EXPERTS]})
+        group.update({key: found[-1][key] for key in recognized})
+    return found
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
+from hybrid3d.train.megatron.versions import MTP_DECODER_LAYER, MTP_RECOMPUTES_PACKED
 from hybrid3d.train.micro_batches import MicroBatch
 
 
@@ -39,7 +40,7 @@ class MtpLayers:
             return
         self._last.decoder.register_forward_hook(self._keep, with_kwargs=True)
         for layer in self._last.mtp.layers:
-            layer.transformer_layer.register_forward_pre_hook(_with_padding_mask, with_kwargs=True)
+            getattr(layer, MTP_DECODER_LAYER).register_forward_pre_hook(_with_padding_mask, with_kwargs=True)
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -112,13 +113,16 @@ class MtpLayers:
         return padded.chunk(group.size(), dim=1)[group.rank()].contiguous()
 
 
-class MtpLayer(MultiTokenPredictionLayer):
+class _PackedMtpLayer(MultiTokenPredictionLayer):
     """Megatron's layer, which with full recomputation also takes packed sequences."""
 
     def _checkpointed_forward(self, forward_func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Keep what is not a tensor apart from the arguments, all of which autograd would save."""
         apart = {name: kwargs.pop(name) for name in ("packed_seq_params", "sequence_len_offset")}
         return super()._checkpointed_forward(partial(forward_func, **apart), *args, **kwargs)
+
+
+MTP_LAYER: type[MultiTokenPredictionLayer] = MultiTokenPredictionLayer if MTP_RECOMPUTES_PACKED else _PackedMtpLayer
 
 
 def _with_padding_mask(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

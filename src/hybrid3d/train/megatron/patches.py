@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import gc
-import multiprocessing
-import os
 import queue
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection
-from multiprocessing.context import ForkProcess
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hybrid3d.patches import Patch
-from hybrid3d.process import kill_when_parent_exits
 from hybrid3d.train.megatron import cpu
-from hybrid3d.train.megatron.versions import MEGATRON
-
-START_SECONDS = 10  # in which a process that writes must have started
-START_TRIES = 6
+from hybrid3d.train.megatron.versions import CHOOSES_LATENT_NORMS, MEGATRON
 
 
 def sizes_as_numbers(to_cpu: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,6 +63,15 @@ def count_tokens(apply_expert_bias: Callable[..., Any]) -> Callable[..., Any]:
     return counted
 
 
+def plain_query_linear(choose: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace `QKNormConfigResolver._mla_fused_linear_or_default`: queries that are not compressed have no norm."""
+
+    def chosen(resolver: Any, spec: Any, name: str) -> Any:
+        return spec if name == "linear_q_proj" else choose(resolver, spec, name)
+
+    return chosen
+
+
 def duplicated_linear(original: Any) -> type[torch.nn.Module]:
     """Replace `multi_latent_attention.TELinear`, the linear that compresses keys and queries."""
     from hybrid3d.train.megatron.cpu import DuplicatedLinear
@@ -79,73 +79,8 @@ def duplicated_linear(original: Any) -> type[torch.nn.Module]:
     return DuplicatedLinear
 
 
-def write_by_processes(original: Any) -> staticmethod[..., None]:
-    """Replace `FileSystemWriterAsync.write_preloaded_data_multiproc`; its arguments are Megatron's."""
-    return staticmethod(_write_by_processes)
-
-
-def _write_by_processes(
-    transforms: list[Any], msc: bool, rank: int, buckets: list[Any], results: queue.Queue[Any]
-) -> None:
-    """Write each bucket, a file, in a forked process, so that training has the interpreter to itself."""
-    started, written = [], {}
-    try:
-        for number, bucket in enumerate(buckets):
-            started.append(_start_writer(transforms, number, bucket))
-        for number, (process, receiver) in enumerate(started):
-            try:
-                written[number] = receiver.recv()
-            except (EOFError, OSError):  # killed before it reported, or while it did
-                process.join()
-                file = buckets[number][0]
-                written[number] = OSError(f"the process that wrote {file} ended with code {process.exitcode}")
-    finally:
-        for process, receiver in started:
-            receiver.close()  # a process that still reports gets an error, and ends
-            process.join()
-    results.put(next((result for result in written.values() if isinstance(result, Exception)), written))
-
-
-def _start_writer(transforms: list[Any], number: int, bucket: Any) -> tuple[ForkProcess, Connection]:
-    """Start a process that writes a bucket; return it, and the connection on which it reports the result.
-
-    The fork of a process with threads may never reach its first line, where another thread held a lock when it was
-    forked, as in CPython 3.11 that of the list of threads (https://github.com/python/cpython/issues/112275). Such a
-    process has done nothing yet, so another is started.
-    """
-    context = multiprocessing.get_context("fork")
-    for _ in range(START_TRIES):
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_write_bucket, args=(os.getpid(), transforms, number, bucket, sender))
-        process.start()
-        sender.close()
-        if receiver.poll(START_SECONDS):
-            with suppress(EOFError, OSError):  # it has been killed, which the next `recv` finds too
-                receiver.recv()
-            return process, receiver
-        process.kill()
-        process.join()
-        receiver.close()
-    raise OSError(f"no process to write {bucket[0]} has started in {START_TRIES} x {START_SECONDS} seconds")
-
-
-def _write_bucket(rank: int, transforms: list[Any], number: int, bucket: Any, sender: Connection) -> None:
-    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-
-    kill_when_parent_exits(rank)  # it has the rank's memory, that of a GPU too
-    sender.send("started")
-    gc.disable()  # garbage of the rank may lie on its GPU, which a fork must not touch
-    results, count = queue.Queue[Any](), queue.Queue[int]()
-    count.put(number)
-    FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, results, count, True)
-    _, result = results.get()
-    if isinstance(result, Exception) and not isinstance(result, OSError):
-        result = OSError(f"{type(result).__name__}: {result}")  # other exceptions may not survive the pipe
-    sender.send(result)
-
-
 def new_results_queue() -> None:
-    """Have Megatron report what a checkpoint's processes wrote in a new queue of this process.
+    """Have Megatron take what was written of a checkpoint from a new queue of this process.
 
     Megatron's own queue is in a manager process next to each rank, which survives when the rank is killed.
     """
@@ -191,15 +126,21 @@ MODEL = (
         "train/test_megatron.py",
         count_tokens,
     ),
+    *(
+        [
+            _patch(
+                "transformer.mla_qk_norm_config.QKNormConfigResolver._mla_fused_linear_or_default",
+                "It adds a norm of queries that are not compressed (q_lora_rank=None), which no such model has.",
+                "train/test_mtp.py",
+                plain_query_linear,
+            )
+        ]
+        if CHOOSES_LATENT_NORMS
+        else []
+    ),
 )
 
 CHECKPOINT = (
-    _patch(
-        "dist_checkpointing.strategies.filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc",
-        "It waits without end for a process that was killed while it wrote.",
-        "train/test_checkpoint_writing.py",
-        write_by_processes,
-    ),
     RESULTS,
     _patch(
         "dist_checkpointing.strategies.filesystem_async._process_memory",

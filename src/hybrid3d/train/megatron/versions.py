@@ -1,12 +1,66 @@
-"""The version of Megatron-Core that this package is written for, and the attributes that it sets in its objects."""
+"""What differs between supported versions of Megatron-Core, by feature: other modules ask here, not for a number."""
 
 from __future__ import annotations
 
+import copy
+from dataclasses import fields
+from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
+from inspect import signature
 from typing import Any
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import serialization
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from hybrid3d.patches import set_existing
 
 MEGATRON = "megatron-core==0.16.1"
+
+# Checkpoints are written by Megatron itself, and not by the package that 0.17 and later choose by default
+SAVE_SETTINGS = {"async_strategy": "mcore"} if "async_strategy" in signature(dist_checkpointing.save).parameters else {}
+
+WRITTEN_BY = {"megatron-core": version("megatron-core")}  # in a checkpoint's manifest
+
+# The file of a checkpoint without which this version cannot load it; since 0.19 the other files have its content
+COMMON_FILE = "" if hasattr(serialization, "_legacy_common_state_exists") else "common.pt"
+
+# The attribute of a layer for multi-token prediction that is its decoder layer: renamed in 0.17
+_MTP_PARTS = {field.name for field in fields(MultiTokenPredictionLayerSubmodules)}
+MTP_DECODER_LAYER = "mtp_model_layer" if "mtp_model_layer" in _MTP_PARTS else "transformer_layer"
+
+# Whether such a layer takes packed sequences with full recomputation: since 0.18
+MTP_RECOMPUTES_PACKED = "forward_func" not in signature(MultiTokenPredictionLayer._checkpointed_forward).parameters
+
+
+# Whether it decides itself which norms of latent attention are one layer with the linear layer after them: since 0.19
+CHOOSES_LATENT_NORMS = find_spec("megatron.core.transformer.mla_qk_norm_config") is not None
+
+
+def mtp_block(settings: TransformerConfig, specs: list[ModuleSpec], vp_stage: int | None) -> MultiTokenPredictionBlock:
+    """Return Megatron's block of layers for multi-token prediction.
+
+    Since 0.17 its layers are empty where the settings do not number them, and experts need all process groups.
+    """
+    numbered = copy.copy(settings)
+    set_in_megatron(numbered, mtp_num_layers=len(specs))
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return MultiTokenPredictionBlock(numbered, MultiTokenPredictionBlockSubmodules(specs), vp_stage, groups)
+
+
+def submodules_of(spec: Any) -> Any:
+    """Return the submodules of a part of a layer's spec, which may be a partial function since 0.19; None without."""
+    found = spec.keywords.get("submodules") if isinstance(spec, partial) else getattr(spec, "submodules", None)
+    return found if isinstance(spec, partial | ModuleSpec) else None
 
 
 def set_in_megatron(owner: Any, **values: Any) -> None:
