@@ -39,7 +39,7 @@ class FlippedBits(Fault):
 
 
 class FlippedBit(Fault):
-    """A bit flips in the first message of so many buckets, after so many runs."""
+    """A bit flips in the first message of so many buckets, after so many runs; in lent memory from the first on."""
 
     def __init__(self, times: int, after: int = 0):
         self._left, self._runs_left = times, after
@@ -96,8 +96,10 @@ class FaultyTransport:
     def failing(self, fault: Fault, plan: RankPlan) -> Iterator[None]:
         """Fail so, in syncs of all elements by this plan, until the end of the context."""
         self.fault, self.plan = fault, plan
-        yield
-        self.fault = Fault()
+        try:
+            yield
+        finally:
+            self.fault = Fault()
 
 
 class _FaultyMemory:

@@ -288,10 +288,13 @@ def main() -> int:
             else:
                 before[name] = now
                 file.write_text(json.dumps(before, indent=1, sort_keys=True) + "\n")
-        if arguments.check and not named:
-            gone = [f"{part}/{name}: gone" for name in before if name not in seen]
-            print(*gone, sep="\n", end="\n" if gone else "")
+        gone = [] if named else [name for name in before if name not in seen]
+        print(*(f"{part}/{name}: gone" for name in gone), sep="\n", end="\n" if gone else "")
+        if arguments.check:
             differ += len(gone)
+        elif gone:
+            kept = {name: made for name, made in before.items() if name in seen}
+            file.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
     return 1 if differ else 0
 
 

@@ -82,7 +82,7 @@ def parameters(spec: Any, settings: Any, prefix: str = "") -> Iterator[str]:
 
     from hybrid3d.train.megatron.versions import submodules_of
 
-    norm = getattr(transformer_engine_spec_provider, "_TENormWithResidual", te.TENorm)  # since 0.19
+    norm = getattr(transformer_engine_spec_provider, "_TENormWithResidual", te.TENorm)  # since 0.18
     plain = (te.TENorm, norm, te.TELinear, te.TEColumnParallelLinear, te.TERowParallelLinear)
     compressed = getattr(settings, "q_lora_rank", None) is not None
     unbuilt = {"experts", "linear_q_proj"} if compressed else {"experts", "linear_q_down_proj", "linear_q_up_proj"}

@@ -109,8 +109,7 @@ class CheckpointWriter:
         patches.new_results_queue()  # without results of a checkpoint that failed
         try:
             with on_device():
-                settings: dict[str, Any] = dict(async_sharded_save=True, **SAVE_SETTINGS)
-                request = dist_checkpointing.save(dict(state()), str(self._unfinished), **settings)
+                request = dist_checkpointing.save(dict(state()), str(self._unfinished), **SAVE_SETTINGS)
                 self._request, self._arguments = request, list(request.async_fn_args)
                 if request.preload_fn is not None:
                     shards = request.preload_fn()
@@ -202,18 +201,20 @@ def _write_buckets(transforms: list[Any], buckets: list[Any]) -> dict[int, Any]:
     Megatron's function that writes all of them loses what kind of error a bucket had, or forks processes.
 
     Raises:
-        OSError: one of them cannot be written.
+        OSError: one of them cannot be written; torch's error, which may be another, is the cause then.
     """
+    write_bucket = FileSystemWriterAsync.write_preloaded_data.__wrapped__  # without a decorator for forked processes,
+    # which would turn Python's collection of garbage off in the whole rank
 
     def write(number: int) -> Any:
         results, count = queue.Queue[Any](), queue.Queue[int]()
         count.put(number)
-        FileSystemWriterAsync.write_preloaded_data(transforms, number, buckets[number], results, count, True)
+        write_bucket(transforms, number, buckets[number], results, count, True)
         _, result = results.get()
-        if isinstance(result, OSError):
-            raise result
-        if isinstance(result, Exception):  # torch raises a RuntimeError where its file cannot be written
+        if isinstance(result, Exception) and is_file_error(result) and not isinstance(result, OSError):
             raise OSError(f"{type(result).__name__}: {result}") from result
+        if isinstance(result, Exception):
+            raise result
         return result
 
     with ThreadPoolExecutor(len(buckets), thread_name_prefix="checkpoint") as threads:

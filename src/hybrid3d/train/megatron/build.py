@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionLayerSubmodules,
@@ -181,9 +182,12 @@ def _build_stage(
 ) -> GPTModel:
     spec = get_gpt_decoder_block_spec(settings, USE_TE, normalization="RMSNorm", vp_stage=vp_stage)
     if not USE_TE:
-        use_torch_layers(spec, settings)
+        use_torch_layers(spec)
     elif adapted:
         _separate_norms(spec)
+    if isinstance(settings, MLATransformerConfig) and settings.q_lora_rank is None:
+        for layer in spec.layer_specs:  # since 0.19 a norm of queries that are not compressed is refused
+            set_in_megatron(layer.submodules.self_attention.submodules, q_layernorm=IdentityOp)
     rope = family_of(config).rope(config)
     model = GPTModel(
         settings,

@@ -152,10 +152,10 @@ def _check_version(folder: Path) -> None:
     """Check the version of Megatron-Core that is installed reads what another may have written.
 
     Raises:
-        UnusableCheckpoint: a later one wrote it, which its folder says.
-        BrokenCheckpoint: the manifest lacks a file that this one always writes.
+        UnusableCheckpoint: another version wrote it, and the manifest lacks a file that this one needs.
+        BrokenCheckpoint: this version wrote it, or an unknown one, and the manifest lacks that file.
     """
-    if COMMON_FILE in {"", *manifest.read_manifest(folder)}:
+    if not COMMON_FILE or COMMON_FILE in manifest.read_manifest(folder):
         return
     here, wrote = WRITTEN_BY["megatron-core"], manifest.read_versions(folder).get("megatron-core")
     lacks = f"{folder}: {manifest.MANIFEST} does not list {COMMON_FILE}"
@@ -292,18 +292,17 @@ def _saved_optimizers(state: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _settings_of(optimizer: Any, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the saved settings of an optimizer's parameter groups, saved with or without expert parallelism.
 
-    Megatron recognizes a group by more than its kind, since 0.19 also by its learning rate, which may have changed
-    since it was saved: the groups themselves get what they had then.
+    The groups get the saved settings by which Megatron recognizes them: since 0.19 these are also learning rates, which
+    may have changed since.
     """
 
     def kind(group: Mapping[str, Any]) -> tuple[Any, ...]:
         return tuple(group[key] for key in KINDS)
 
-    by_kind, found = {kind(group): group for group in saved}, []
-    for group in optimizer.optimizer.param_groups:
-        recognized = {key: group[key] for key in param_group_identifier_keys if key in group}
-        found.append({**recognized, **by_kind[kind(group)], EXPERTS: group[EXPERTS]})
-        group.update({key: found[-1][key] for key in recognized})
+    groups, by_kind = optimizer.optimizer.param_groups, {kind(group): group for group in saved}
+    found = [{**by_kind[kind(group)], EXPERTS: group[EXPERTS]} for group in groups]
+    for group, settings in zip(groups, found, strict=True):
+        group.update({key: settings[key] for key in param_group_identifier_keys if key in settings})
     return found
 
 

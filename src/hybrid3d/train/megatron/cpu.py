@@ -115,7 +115,7 @@ def install() -> None:
     set_existing(f"torch=={torch.__version__}", torch.cuda, **TORCH_CUDA)
 
 
-def use_torch_layers(spec: TransformerBlockSubmodules, settings: TransformerConfig) -> None:
+def use_torch_layers(spec: TransformerBlockSubmodules) -> None:
     """Replace the norms and attention of Megatron's layer specs by plain PyTorch's, without Transformer Engine."""
     set_in_megatron(spec, layer_norm=TorchRMSNorm)
     for layer in spec.layer_specs:
@@ -127,8 +127,6 @@ def use_torch_layers(spec: TransformerBlockSubmodules, settings: TransformerConf
                 setattr(attention, norm, TorchRMSNorm)
         if isinstance(attention, multi_latent_attention.MLASelfAttentionSubmodules):
             set_in_megatron(attention, linear_q_down_proj=DuplicatedLinear, linear_kv_down_proj=DuplicatedLinear)
-            if getattr(settings, "q_lora_rank", None) is None:  # then queries have no norm, which 0.19 insists on
-                set_in_megatron(attention, q_layernorm=IdentityOp)
 
 
 class TorchRMSNorm(torch.nn.RMSNorm):

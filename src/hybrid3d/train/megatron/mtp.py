@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
-from hybrid3d.train.megatron.versions import MTP_DECODER_LAYER, MTP_RECOMPUTES_PACKED
+from hybrid3d.train.megatron.versions import MTP_DECODER_LAYER, MTP_RECOMPUTATION
 from hybrid3d.train.micro_batches import MicroBatch
 
 
@@ -114,7 +114,7 @@ class MtpLayers:
 
 
 class _PackedMtpLayer(MultiTokenPredictionLayer):
-    """Megatron's layer, which with full recomputation also takes packed sequences."""
+    """The layer of Megatron-Core up to 0.17, which with full recomputation also takes packed sequences."""
 
     def _checkpointed_forward(self, forward_func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Keep what is not a tensor apart from the arguments, all of which autograd would save."""
@@ -122,7 +122,21 @@ class _PackedMtpLayer(MultiTokenPredictionLayer):
         return super()._checkpointed_forward(partial(forward_func, **apart), *args, **kwargs)
 
 
-MTP_LAYER: type[MultiTokenPredictionLayer] = MultiTokenPredictionLayer if MTP_RECOMPUTES_PACKED else _PackedMtpLayer
+class _UnmaskedMtpLayer(MultiTokenPredictionLayer):
+    """The layer of Megatron-Core 0.18, whose full recomputation is given a mask of padding that it does not take."""
+
+    def _checkpointed_forward(self, *args: Any, padding_mask: torch.Tensor | None, **kwargs: Any) -> Any:
+        assert padding_mask is None, "`_with_padding_mask` gives it to the decoder layer"
+        return super()._checkpointed_forward(*args, **kwargs)
+
+
+MTP_LAYER: type[MultiTokenPredictionLayer] = (
+    _PackedMtpLayer
+    if "forward_func" in MTP_RECOMPUTATION
+    else MultiTokenPredictionLayer
+    if "padding_mask" in MTP_RECOMPUTATION
+    else _UnmaskedMtpLayer
+)
 
 
 def _with_padding_mask(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -130,6 +130,7 @@ MODEL = (
         [
             _patch(
                 "transformer.mla_qk_norm_config.QKNormConfigResolver._mla_fused_linear_or_default",
+                # of 0.19, which is not the pinned version
                 "It adds a norm of queries that are not compressed (q_lora_rank=None), which no such model has.",
                 "train/test_mtp.py",
                 plain_query_linear,

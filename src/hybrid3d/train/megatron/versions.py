@@ -1,4 +1,4 @@
-"""What differs between supported versions of Megatron-Core, by feature: other modules ask here, not for a number."""
+"""What differs between versions of Megatron-Core, by feature: other modules ask here, and not for a number."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from hybrid3d.patches import set_existing
 
-MEGATRON = "megatron-core==0.16.1"
+MEGATRON = "megatron-core==0.16.1"  # the version that this package is written for
 
-# Checkpoints are written by Megatron itself, and not by the package that 0.17 and later choose by default
-SAVE_SETTINGS = {"async_strategy": "mcore"} if "async_strategy" in signature(dist_checkpointing.save).parameters else {}
+# Files of a checkpoint are written by Megatron's functions, and not by the package that is the default since 0.17
+_CHOOSES_WRITER = "async_strategy" in signature(dist_checkpointing.save).parameters
+SAVE_SETTINGS: dict[str, Any] = {"async_sharded_save": True} | ({"async_strategy": "mcore"} if _CHOOSES_WRITER else {})
 
 WRITTEN_BY = {"megatron-core": version("megatron-core")}  # in a checkpoint's manifest
 
@@ -38,8 +39,8 @@ COMMON_FILE = "" if hasattr(serialization, "_legacy_common_state_exists") else "
 _MTP_PARTS = {field.name for field in fields(MultiTokenPredictionLayerSubmodules)}
 MTP_DECODER_LAYER = "mtp_model_layer" if "mtp_model_layer" in _MTP_PARTS else "transformer_layer"
 
-# Whether such a layer takes packed sequences with full recomputation: since 0.18
-MTP_RECOMPUTES_PACKED = "forward_func" not in signature(MultiTokenPredictionLayer._checkpointed_forward).parameters
+# The arguments of such a layer's full recomputation: until 0.17 a function, since 0.19 also the mask of padding
+MTP_RECOMPUTATION = frozenset(signature(MultiTokenPredictionLayer._checkpointed_forward).parameters)
 
 
 # Whether it decides itself which norms of latent attention are one layer with the linear layer after them: since 0.19
@@ -58,9 +59,10 @@ def mtp_block(settings: TransformerConfig, specs: list[ModuleSpec], vp_stage: in
 
 
 def submodules_of(spec: Any) -> Any:
-    """Return the submodules of a part of a layer's spec, which may be a partial function since 0.19; None without."""
-    found = spec.keywords.get("submodules") if isinstance(spec, partial) else getattr(spec, "submodules", None)
-    return found if isinstance(spec, partial | ModuleSpec) else None
+    """Return the submodules of a part of a layer's spec, which may be a partial function since 0.18; None without."""
+    if isinstance(spec, partial):
+        return spec.keywords.get("submodules")
+    return spec.submodules if isinstance(spec, ModuleSpec) else None
 
 
 def set_in_megatron(owner: Any, **values: Any) -> None:
