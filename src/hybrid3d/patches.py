@@ -155,7 +155,7 @@ class GlooSharingThreads(dist.ProcessGroupGloo):
     _devices: ClassVar[list[Any]] = []
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, **more: Any):
-        """Args: as torch calls it; `more` are those that it has added since 2.14."""
+        """Take torch's arguments; `more` are those that torch has added since 2.14."""
         if not self._devices:
             interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
             made = [self.create_device(interface=name) for name in interfaces] or [self.create_default_device()]

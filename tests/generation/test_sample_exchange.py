@@ -25,14 +25,17 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from hybrid3d import distributed
+from hybrid3d.generation.delivery import Message, deliver
 from hybrid3d.generation.engine import NO_CHOICES, ExpertChoices
-from hybrid3d.generation.exchange import AnswerExchange, Message, deliver, deliver_choices
+from hybrid3d.generation.exchange import AnswerExchange, deliver_choices
 from hybrid3d.generation.samples import Sample, held_samples
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 # A process that is forked from this one, which may have computed with several threads by then, can hang in torch
-multiprocessing.set_forkserver_preload(["torch.distributed", "hybrid3d.generation.exchange"])
+multiprocessing.set_forkserver_preload(
+    ["torch.distributed", "hybrid3d.generation.exchange", "hybrid3d.generation.delivery"]
+)
 
 RANKS, TP, TOKENS = 8, 4, 300
 COUNTS = (20, 60)  # samples of each replica: one has three times as many

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch.distributed as dist
@@ -33,7 +33,7 @@ class ModelScorer:
         """Return the rewards of answers, in order; what a model says that can be no reward has failed."""
         if not queries:
             return Scores([])
-        multiple = sequences_multiple(replace(self.recipe, algorithm=replace(self.recipe.algorithm, minibatches=1)))
+        multiple = sequences_multiple(self.recipe) // self.recipe.algorithm.minibatches
         rows = [(np.concatenate([query.prompt_ids, query.tokens]), len(query.prompt_ids)) for query in queries]
         rows += [(rows[-1][0][: rows[-1][1] + 1], rows[-1][1])] * (-len(rows) % multiple)  # whole micro batches
         shares = shares_of(self.recipe, [len(sequence) for sequence, _ in rows])

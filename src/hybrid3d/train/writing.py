@@ -203,19 +203,19 @@ def _write_buckets(transforms: list[Any], buckets: list[Any]) -> dict[int, Any]:
     Raises:
         OSError: one of them cannot be written; torch's error, which may be another, is the cause then.
     """
-    write_bucket = FileSystemWriterAsync.write_preloaded_data.__wrapped__  # without a decorator for forked processes,
-    # which would turn Python's collection of garbage off in the whole rank
+    # Its decorator, for forked processes, would turn Python's collection of garbage off in the whole rank
+    write_bucket = FileSystemWriterAsync.write_preloaded_data.__wrapped__
 
     def write(number: int) -> Any:
         results, count = queue.Queue[Any](), queue.Queue[int]()
         count.put(number)
         write_bucket(transforms, number, buckets[number], results, count, True)
         _, result = results.get()
-        if isinstance(result, Exception) and is_file_error(result) and not isinstance(result, OSError):
+        if not isinstance(result, Exception):
+            return result
+        if is_file_error(result) and not isinstance(result, OSError):
             raise OSError(f"{type(result).__name__}: {result}") from result
-        if isinstance(result, Exception):
-            raise result
-        return result
+        raise result
 
     with ThreadPoolExecutor(len(buckets), thread_name_prefix="checkpoint") as threads:
         return dict(enumerate(threads.map(write, range(len(buckets)))))

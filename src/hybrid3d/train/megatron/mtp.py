@@ -130,13 +130,11 @@ class _UnmaskedMtpLayer(MultiTokenPredictionLayer):
         return super()._checkpointed_forward(*args, **kwargs)
 
 
-MTP_LAYER: type[MultiTokenPredictionLayer] = (
-    _PackedMtpLayer
-    if "forward_func" in MTP_RECOMPUTATION
-    else MultiTokenPredictionLayer
-    if "padding_mask" in MTP_RECOMPUTATION
-    else _UnmaskedMtpLayer
-)
+MTP_LAYER: type[MultiTokenPredictionLayer] = MultiTokenPredictionLayer
+if "forward_func" in MTP_RECOMPUTATION:
+    MTP_LAYER = _PackedMtpLayer
+elif "padding_mask" not in MTP_RECOMPUTATION:
+    MTP_LAYER = _UnmaskedMtpLayer
 
 
 def _with_padding_mask(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -119,6 +119,14 @@ RESULTS = _patch(
     "train/test_checkpoint_writing.py",
 )
 
+LATENT_NORM = _patch(
+    "transformer.mla_qk_norm_config.QKNormConfigResolver._mla_fused_linear_or_default",
+    "It adds a norm of queries that are not compressed (q_lora_rank=None), which no such model has.",
+    "train/test_mtp.py",
+    plain_query_linear,
+)
+LATENT_NORMS = (LATENT_NORM,) if CHOOSES_LATENT_NORMS else ()  # not in the pinned version
+
 MODEL = (
     _patch(
         "transformer.moe.router.TopKRouter._apply_expert_bias",
@@ -126,19 +134,7 @@ MODEL = (
         "train/test_megatron.py",
         count_tokens,
     ),
-    *(
-        [
-            _patch(
-                "transformer.mla_qk_norm_config.QKNormConfigResolver._mla_fused_linear_or_default",
-                # of 0.19, which is not the pinned version
-                "It adds a norm of queries that are not compressed (q_lora_rank=None), which no such model has.",
-                "train/test_mtp.py",
-                plain_query_linear,
-            )
-        ]
-        if CHOOSES_LATENT_NORMS
-        else []
-    ),
+    *LATENT_NORMS,
 )
 
 CHECKPOINT = (

@@ -42,7 +42,6 @@ MTP_DECODER_LAYER = "mtp_model_layer" if "mtp_model_layer" in _MTP_PARTS else "t
 # The arguments of such a layer's full recomputation: until 0.17 a function, since 0.19 also the mask of padding
 MTP_RECOMPUTATION = frozenset(signature(MultiTokenPredictionLayer._checkpointed_forward).parameters)
 
-
 # Whether it decides itself which norms of latent attention are one layer with the linear layer after them: since 0.19
 CHOOSES_LATENT_NORMS = find_spec("megatron.core.transformer.mla_qk_norm_config") is not None
 
