@@ -2,12 +2,12 @@
 #
 # NVIDIA's PyTorch image has its own PyTorch, which no released vLLM is compiled for. Therefore the image only provides
 # the layers below Python (CUDA's compiler, cuDNN's headers, RDMA and UCX), and the Python packages are installed into a
-# separate environment, with the versions of pyproject.toml. 25.11 is the newest image with CUDA 13.0: torch's wheels
+# separate environment, with the versions of requirements/gpu.txt. 25.11 is the newest image with CUDA 13.0: torch's wheels
 # are built with 13.0 (later images have 13.1 to 13.4), and Apex refuses to compile with another CUDA version than
 # torch.
 FROM nvcr.io/nvidia/pytorch:25.11-py3
 
-# tests/house/test_dockerfile.py compares these with pyproject.toml, from which everything else is installed.
+# tests/house/test_dockerfile.py compares these with requirements/gpu.txt, by which everything else is installed.
 ARG TORCH_VERSION=2.13.0
 ARG TE_VERSION=2.11.0
 # Apex is not on PyPI. Others have compiled this commit with CUDA 13 and torch 2.12 and 2.13.
@@ -42,10 +42,10 @@ RUN TORCH_CUDA_ARCH_LIST="$CUDA_ARCHS" pip install --no-build-isolation --no-dep
     git+https://github.com/NVIDIA/apex.git@$APEX_COMMIT
 
 WORKDIR /home/hybrid3d
-COPY pyproject.toml ./
+COPY pyproject.toml requirements/gpu.txt ./
 RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-        print(*p['dependencies'], *p['optional-dependencies']['gpu'], sep='\n')" > gpu.txt \
-    && pip install -r gpu.txt && rm gpu.txt
+        print(*p['dependencies'], *p['optional-dependencies']['gpu'], sep='\n')" > asked.txt \
+    && pip install -r asked.txt -c gpu.txt && rm asked.txt gpu.txt
 
 # torch 2.13.0 pins cuDNN 9.20.0.48, whose libcudnn_graph loads libcudnn_engines_tensor_ir, which its wheel lacks. The
 # loader then finds the image's, of another version: CUDNN_STATUS_SUBLIBRARY_VERSION_MISMATCH (pytorch#188892). After

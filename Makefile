@@ -1,5 +1,5 @@
 # All targets use .venv, which the first target that needs it creates.
-PYTHON ?= python3
+PYTHON ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
@@ -12,15 +12,17 @@ SETUP_FILES := requirements/cpu.txt requirements/torch_build.py pyproject.toml
 TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE install-packages help setup demo demo-agent demo-llm docs gpu-check test test-fast test-all lint format audit-cuda clean
+.PHONY: FORCE install-packages help setup demo demo-agent demo-llm docs gpu-check test test-fast test-all lint format \
+	audit-cuda engines clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
 
-setup: $(STAMP) ## create .venv from requirements/cpu.txt (PYTHON=... chooses the interpreter)
+setup: $(STAMP) ## create .venv from requirements/cpu.txt, with the newest fitting Python (or PYTHON=...)
 
 # A stamp holds digests of the files that it was made of, so that a checkout that only sets their times installs nothing
 $(STAMP): FORCE
+	@test -z "$(PYTHON)" || sh requirements/python.sh $(VENV) $(PYTHON) > /dev/null
 	@changed="$$(sh requirements/changed.sh $@ $(SETUP_FILES))"; \
 	case "$$changed" in \
 	"") exit 0 ;; \
@@ -31,12 +33,12 @@ $(STAMP): FORCE
 	esac && sha256sum $(SETUP_FILES) > $@
 
 install-packages:
-	@$(PYTHON) -c 'import sys; v = sys.version_info; (3, 11) <= v < (3, 13) or sys.exit("hybrid3d needs Python 3.11 or 3.12, but $(PYTHON) is %d.%d: run make PYTHON=/path/to/python3.11" % v[:2])'
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@python="$$(sh requirements/python.sh $(VENV) $(PYTHON))" && \
+	{ test -x $(BIN)/python || "$$python" -m venv $(VENV); }
 	@echo "Installing the PyTorch build that pip selects, and its dependencies, into $(VENV)"
-	@$(PIP) -c requirements/cpu.txt torch
+	@$(PIP) -c requirements/cpu.txt torch || { $(BIN)/python requirements/torch_build.py --failed; exit 1; }
 	@$(BIN)/python requirements/torch_build.py
-	@echo "Installing $$(grep -c '^[^#].*==' requirements/cpu.txt) pinned packages into $(VENV): some minutes, about 3 GB"
+	@echo "Installing $$(grep -c '^[^#].*==' requirements/cpu.txt) pinned packages into $(VENV): some minutes, 3 to 6 GB"
 	@$(PIP) --no-deps -r requirements/cpu.txt
 	@$(PIP) --no-deps --no-build-isolation -e .
 
@@ -75,7 +77,7 @@ $(DOCS_STAMP): FORCE | $(STAMP)
 
 # With .venv where there is one, else with whatever is installed, from these sources
 gpu-check: ## check what this machine's GPU does: 20 minutes or less (ARGS="--only NAME --json OUT")
-	@PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m hybrid3d doctor --gpu $(ARGS)
+	@PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(if $(wildcard $(BIN)/python),$(BIN)/python,$(or $(PYTHON),python3)) -m hybrid3d doctor --gpu $(ARGS)
 
 test: lint $(TRACKING_STAMP) ## lint, and all tests except the slow ones (what CI runs)
 	$(BIN)/pytest -m "not slow" $(TWO_AT_A_TIME) --durations=40
@@ -93,6 +95,9 @@ lint: $(STAMP) ## ruff check, ruff format --check, mypy
 
 audit-cuda: $(STAMP) ## check what runs on CUDA, without a GPU: downloads several GB into build/audit; not part of the tests
 	PYTHONPATH=src:tests $(BIN)/python -m audit $(AUDIT)
+
+engines: $(STAMP) ## prove pairs of versions of the engines: downloads several GB into build/engines (ENGINES="--only TEXT")
+	PYTHONPATH=src:tests $(BIN)/python -m pairs $(ENGINES)
 
 format: $(STAMP) ## sort imports, fix what ruff can fix, and format
 	$(BIN)/ruff check --fix .

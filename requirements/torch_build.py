@@ -1,9 +1,14 @@
 """Say which build of PyTorch pip has installed, what it takes on the disk, and how to get the smaller one.
 
-python requirements/torch_build.py        # what `make setup` runs
+python requirements/torch_build.py            # what `make setup` runs
+python requirements/torch_build.py --failed   # what it runs where pip has installed none: say what held pip back
 """
 
+import re
+import subprocess
+import sys
 from importlib.metadata import distributions, version
+from pathlib import Path
 
 # Packages that the CUDA build brings along: CUDA's libraries, their Python bindings, and a compiler of kernels
 CUDA = ("nvidia-", "cuda-", "triton")
@@ -26,5 +31,29 @@ def describe(build: str, torch_bytes: int, cuda_bytes: int) -> str:
     )
 
 
+def constraints(config: str) -> list[str]:
+    """Return what pip's own constraints ask of torch, each with its file; `config` is what `pip config list` prints."""
+    found = []
+    for files in re.findall(r"^\S+\.constraint='(.*)'$", config, re.MULTILINE):
+        for file in files.replace("\\n", " ").split():
+            lines = Path(file).read_text(errors="replace").splitlines() if Path(file).is_file() else []
+            found += [f"{line.strip()} ({file})" for line in lines if re.match(r"torch\b(?!-)", line.strip())]
+    return found
+
+
+def why_none() -> str:
+    """One line about what may have kept pip from installing the pinned PyTorch."""
+    command = [sys.executable, "-m", "pip", "config", "list"]
+    held = constraints(subprocess.run(command, capture_output=True, text=True, timeout=60).stdout)
+    if not held:
+        return "pip could not install the pinned PyTorch: its message is above."
+    return (
+        f"pip could not install the pinned PyTorch, which constraints of its configuration hold: {', '.join(held)}. "
+        "If that is why, run this command again with PIP_CONSTRAINT=/dev/null before it."
+    )
+
+
 if __name__ == "__main__":
+    if sys.argv[1:] == ["--failed"]:
+        sys.exit(why_none())
     print(describe(version("torch"), installed_bytes("torch"), installed_bytes(*CUDA)))

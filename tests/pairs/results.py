@@ -1,0 +1,60 @@
+"""What was proven of pairs: their certificates, and the page that lists them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+from hybrid3d.engines.certificates import Certificate, certificates, vector_instructions
+from pairs.proof import TOUCHED, names_of_proofs
+from pairs.table import Pair
+
+PAGE = """\
+# Engines, and the pairs of them that are proven
+
+hybrid3d is written for ranges of its engines (`pyproject.toml`). Each row was run by `make engines` on CPUs: {proofs}.
+Certificates of them are in the package: `hybrid3d doctor` and `hybrid3d train` compare what is installed with these.
+A release that is not here yet is proven by one line in `tests/pairs/table.py` and `make engines`, about an hour.
+
+{rows}
+"""
+HEAD = ("Python", "Megatron-Core", "vLLM", "torch", "transformers", "result", "minutes", "date", "CPU")
+
+
+def certify(pair: Pair, folder: Path) -> Certificate:
+    """Write the certificate of a pair from what its proofs have found."""
+    lines = [json.loads(line) for line in (folder / "proofs.jsonl").read_text(encoding="utf-8").splitlines()]
+    proofs = {line["name"]: line["wrong"] for line in lines}
+    certificate = Certificate(
+        versions=pair.versions,
+        proofs=proofs,
+        missing=tuple(name for name in names_of_proofs() if name not in proofs),
+        touched=json.loads((folder / TOUCHED).read_text(encoding="utf-8")),
+        machine=vector_instructions(),
+        minutes=round(sum(line["seconds"] for line in lines) / 60, 1),
+        date=datetime.now(UTC).date().isoformat(),
+    )
+    certificate.write()
+    return certificate
+
+
+def write_page(pairs: Iterable[Pair], page: Path) -> None:
+    """Write docs/engines.md from the certificates of these pairs."""
+    rows = ["| " + " | ".join(HEAD) + " |", "|---" * len(HEAD) + "|", *_rows(pairs)]
+    page.write_text(PAGE.format(proofs="; ".join(names_of_proofs()), rows="\n".join(rows)), encoding="utf-8")
+
+
+def _rows(pairs: Iterable[Pair]) -> Iterator[str]:
+    known = {tuple(certificate.versions.values()): certificate for certificate in certificates()}
+    for pair in pairs:
+        found = known.get(tuple(pair.versions.values()))
+        after = ("not run", "", "", "") if found is None else _result(found)
+        yield "| " + " | ".join((*pair.versions.values(), *after)) + " |"
+
+
+def _result(found: Certificate) -> tuple[str, str, str, str]:
+    proven = sum(not wrong for wrong in found.proofs.values())
+    text = f"{found.status}, {proven} proofs" if found.status == "certified" else f"{found.status}: {found.reason}"
+    return text.replace("|", "/"), f"{found.minutes}", found.date, found.machine
