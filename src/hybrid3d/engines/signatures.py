@@ -1,0 +1,188 @@
+"""Parameters of functions and classes as syntax: as text, as a digest, and whether a call or another function fits."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+IGNORED = {"ctx", "type_comment", "kind", "lineno", "col_offset", "end_lineno", "end_col_offset", "type_params"}
+
+
+@dataclass(frozen=True)
+class Call:
+    """How hybrid3d calls something.
+
+    Attributes:
+        positional: the number of positional arguments.
+        keywords: the names of the others.
+        is_open: it has arguments beside these, by `*` or `**`.
+        on_class: a method is called by its class's name, so that the first argument may be the object.
+    """
+
+    positional: int
+    keywords: tuple[str, ...]
+    is_open: bool = False
+    on_class: bool = False
+
+
+def call_of(node: ast.Call, on_class: bool = False) -> Call:
+    """Return how an expression calls."""
+    plain = [argument for argument in node.args if not isinstance(argument, ast.Starred)]
+    keywords = tuple(keyword.arg for keyword in node.keywords if keyword.arg is not None)
+    return Call(len(plain), keywords, len(plain) + len(keywords) < len(node.args) + len(node.keywords), on_class)
+
+
+def text_of(parameters: ast.arguments) -> str:
+    """Return parameters as text, with defaults and without annotations."""
+    return f"({ast.unparse(_without_annotations(parameters))})"
+
+
+def difference(before: str, now: str) -> str:
+    """Return in which parameters two texts of them differ."""
+    old, new = _by_name(before), _by_name(now)
+    found = [f"no longer has {name}" for name in old if name not in new]
+    found += [f"has {text}, which is new" for name, text in new.items() if name not in old]
+    found += [f"has {new[name]} for {old[name]}" for name in old if name in new and old[name] != new[name]]
+    return "; ".join(found) or f"has its parameters in another order or kind: {now}"
+
+
+def _by_name(text: str) -> dict[str, str]:
+    """Return each parameter of a text by name, with its default."""
+    (function,) = ast.parse(f"def f{text}: ...").body
+    assert isinstance(function, ast.FunctionDef)
+    given = function.args
+    positional = [*given.posonlyargs, *given.args]
+    defaults = [*[None] * (len(positional) - len(given.defaults)), *given.defaults, *given.kw_defaults]
+    named = zip([*positional, *given.kwonlyargs], defaults, strict=True)
+    found = {one.arg: one.arg if default is None else f"{one.arg}={ast.unparse(default)}" for one, default in named}
+    stars = ((given.vararg, "*"), (given.kwarg, "**"))
+    return found | {f"{star}{one.arg}": f"{star}{one.arg}" for one, star in stars if one is not None}
+
+
+def bound(parameters: ast.arguments) -> ast.arguments:
+    """Return the parameters of a method without the first one, the object."""
+    first, rest = (parameters.posonlyargs, parameters.args), parameters.posonlyargs + parameters.args
+    if not rest:
+        return parameters
+    only, plain = (first[0][1:], first[1]) if first[0] else ([], first[1][1:])
+    defaults = parameters.defaults[-(len(rest) - 1) :] if len(rest) > 1 else []
+    return ast.arguments(
+        only,
+        plain,
+        parameters.vararg,
+        parameters.kwonlyargs,
+        parameters.kw_defaults,
+        parameters.kwarg,
+        defaults,
+    )
+
+
+def misfits(parameters: ast.arguments, call: Call) -> list[str]:
+    """Return why parameters do not take a call; nothing if they do."""
+    positional = _positional(parameters)
+    only = len(parameters.posonlyargs)
+    found = []
+    if call.positional > len(positional) and parameters.vararg is None:
+        found.append(f"takes {len(positional)} positional arguments, {call.positional} are given")
+    named = {*positional[only:], *(one.arg for one in parameters.kwonlyargs)}
+    if parameters.kwarg is None:
+        found += [f"has no parameter {name}" for name in call.keywords if name not in named]
+    if not call.is_open:
+        given = {*positional[: call.positional], *call.keywords}
+        found += [f"requires {name}, which is not given" for name in _required(parameters) if name not in given]
+    return found
+
+
+def refuses(ours: ast.arguments, theirs: ast.arguments) -> list[str]:
+    """Return which calls that `theirs` takes `ours` does not: of a function of hybrid3d in the place of an engine's.
+
+    A parameter may have another name at the same place, where neither name has another place.
+    """
+    places, given = _positional(ours), _positional(theirs)
+    named = [one.arg for one in theirs.kwonlyargs]
+    found = []
+    for place, name in enumerate(given):
+        if place >= len(places):
+            if ours.vararg is None and not _takes_keyword(ours, name):
+                found.append(f"has the parameter {name}, which hybrid3d's does not take")
+        elif places[place] != name and (name in places or places[place] in (*given, *named)):
+            found.append(f"has {name} where hybrid3d's has {places[place]}")
+    found += [
+        f"has the parameter {name}, which hybrid3d's does not take" for name in named if not _takes_keyword(ours, name)
+    ]
+    if theirs.vararg is None and theirs.kwarg is None:
+        covered = {*places[: len(given)], *given, *named}
+        found += [
+            f"has no parameter {name}, which hybrid3d's requires" for name in _required(ours) if name not in covered
+        ]
+    return found
+
+
+def _positional(parameters: ast.arguments) -> list[str]:
+    return [one.arg for one in (*parameters.posonlyargs, *parameters.args)]
+
+
+def _takes_keyword(parameters: ast.arguments, name: str) -> bool:
+    named = (one.arg for one in (*parameters.args, *parameters.kwonlyargs))
+    return parameters.kwarg is not None or name in named
+
+
+def _required(parameters: ast.arguments) -> Iterator[str]:
+    positional = _positional(parameters)
+    yield from positional[: len(positional) - len(parameters.defaults)]
+    for one, default in zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True):
+        if default is None:
+            yield one.arg
+
+
+def _without_annotations(parameters: ast.arguments) -> ast.arguments:
+    def plain(many: Sequence[ast.arg]) -> list[ast.arg]:
+        return [ast.arg(one.arg) for one in many]
+
+    return ast.arguments(
+        plain(parameters.posonlyargs),
+        plain(parameters.args),
+        None if parameters.vararg is None else ast.arg(parameters.vararg.arg),
+        plain(parameters.kwonlyargs),
+        parameters.kw_defaults,
+        None if parameters.kwarg is None else ast.arg(parameters.kwarg.arg),
+        parameters.defaults,
+    )
+
+
+def digest(nodes: Sequence[ast.AST]) -> str:
+    """Return a digest of code without docstrings and comments, which does not depend on the version of Python."""
+    parts = (part for node in _without_docstring([*nodes]) for part in _parts(node))
+    return hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
+
+
+def _parts(value: Any) -> Iterator[str]:
+    if isinstance(value, ast.AST):
+        yield type(value).__name__
+        for name in value._fields:
+            field = getattr(value, name, None)
+            if name in IGNORED or field is None or field == []:
+                continue
+            yield f" {name}("
+            yield from _parts(_without_docstring(field) if name == "body" and isinstance(field, list) else field)
+            yield ")"
+    elif isinstance(value, list):
+        for one in value:
+            yield from _parts(one)
+            yield ","
+    else:
+        yield repr(value)
+
+
+def _without_docstring(body: list[Any]) -> list[Any]:
+    """Return statements without texts that stand alone."""
+    return [
+        one
+        for one in body
+        if not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant) and isinstance(one.value.value, str))
+    ]
