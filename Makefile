@@ -7,6 +7,7 @@ STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
 RAY_STAMP := $(VENV)/.installed-ray
 DOCS_STAMP := $(VENV)/.installed-docs
+NIXL_STAMP := $(VENV)/.installed-nixl
 TRACKING_STAMP := $(VENV)/.installed-tracking
 SETUP_FILES := requirements/cpu.txt requirements/torch_build.py pyproject.toml
 TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
@@ -22,7 +23,7 @@ setup: $(STAMP) ## create .venv from requirements/cpu.txt, with the newest fitti
 
 # A stamp holds digests of the files that it was made of, so that a checkout that only sets their times installs nothing
 $(STAMP): FORCE
-	@test -z "$(PYTHON)" || sh requirements/python.sh $(VENV) $(PYTHON) > /dev/null
+	@test -z "$(PYTHON)" || sh requirements/python.sh $(VENV) "$(PYTHON)" > /dev/null
 	@changed="$$(sh requirements/changed.sh $@ $(SETUP_FILES))"; \
 	case "$$changed" in \
 	"") exit 0 ;; \
@@ -33,7 +34,7 @@ $(STAMP): FORCE
 	esac && sha256sum $(SETUP_FILES) > $@
 
 install-packages:
-	@python="$$(sh requirements/python.sh $(VENV) $(PYTHON))" && \
+	@python="$$(sh requirements/python.sh $(VENV) "$(PYTHON)")" && \
 	{ test -x $(BIN)/python || "$$python" -m venv $(VENV); }
 	@echo "Installing the PyTorch build that pip selects, and its dependencies, into $(VENV)"
 	@$(PIP) -c requirements/cpu.txt torch || { $(BIN)/python requirements/torch_build.py --failed; exit 1; }
@@ -65,6 +66,9 @@ $(DEMO_STAMP): FORCE | $(STAMP)
 $(RAY_STAMP): FORCE | $(STAMP)
 	$(call install,requirements/ray.txt,for the tests on Ray (0.2 GB))
 
+$(NIXL_STAMP): FORCE | $(STAMP)
+	$(call install,requirements/nixl.txt,for the tests over NIXL (0.1 GB))
+
 $(TRACKING_STAMP): FORCE | $(STAMP)
 	$(call install,requirements/tracking.txt,for the tests of trackers (0.2 GB))
 
@@ -85,7 +89,7 @@ test: lint $(TRACKING_STAMP) ## lint, and all tests except the slow ones (what C
 test-fast: $(STAMP) ## the tests that start no processes and import no engine: 2 minutes
 	$(BIN)/pytest -m "not slow and not engines and not processes" $(TWO_AT_A_TIME)
 
-test-all: lint docs $(DEMO_STAMP) $(RAY_STAMP) $(TRACKING_STAMP) ## lint, and all tests
+test-all: lint docs $(DEMO_STAMP) $(RAY_STAMP) $(NIXL_STAMP) $(TRACKING_STAMP) ## lint, and all tests
 	$(BIN)/pytest
 
 lint: $(STAMP) ## ruff check, ruff format --check, mypy

@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 4 benchmarks/other_trainers.py RECIPE [key=value ...] [--layers N] [--hidden N] ...
 
 The methods are a packed broadcast, a gather on the ranks that train and, with `--changed`, a gathered delta
-(`benchmarks/methods`). Arguments, measurements and the table are those of `hybrid3d bench`, with a row for each method
-and a line that compares it with the sync. Start as many ranks as the recipe has.
+(`benchmarks/methods`), and hybrid3d's own plan over NIXL, where that is installed. Arguments, measurements and the
+table are those of `hybrid3d bench`, with a row for each method and a line that compares it with the sync. Start as many
+ranks as the recipe has.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 NAMES = {
     "packed_broadcast": "packed broadcast through one rank, experts from shard to shard",
     "trainer_gather": "gather on the ranks that train (TP and EP), from there peer to peer",
+    "over_nixl": "hybrid3d over NIXL",
     "gathered_delta": "gathered delta: changed elements to one rank, from there to all",
 }
 REFERENCES = {"gathered_delta": "delta"}  # what a method is compared with, other than a sync of all elements
@@ -34,6 +36,7 @@ REFERENCES = {"gathered_delta": "delta"}  # what a method is compared with, othe
 def add_methods(bench: Bench, recipe: Recipe) -> None:
     """Add the methods to those of the benchmark."""
     from methods.gathered_delta import GatheredDelta
+    from methods.over_nixl import OverNixl, is_installed
     from methods.packed_broadcast import PackedBroadcast
     from methods.trainer_gather import TrainerGather
 
@@ -43,6 +46,9 @@ def add_methods(bench: Bench, recipe: Recipe) -> None:
     bench.compare("packed_broadcast", PackedBroadcast(peers, sync.plan, *ends, transport, on))
     sizes = recipe.sync.bucket_bytes, recipe.machine.gpus_per_node
     bench.compare("trainer_gather", TrainerGather(peers, sync.plan, *ends, *sizes, transport, bench.group, on))
+    if is_installed(bench.group):
+        over_nixl = OverNixl(sync.plan, sync.source, ends[1][1], sizes[1], bench.group, on)
+        bench.compare("over_nixl", over_nixl)
     if bench.changes is not None:
         gathered = GatheredDelta(peers, sync.sparse, bench.changes.bits, *ends, transport, on)
         bench.compare("gathered_delta", gathered, of_changes=True)

@@ -110,7 +110,7 @@ def _sync(recipe: Recipe, groups: RoleGroups) -> dict[str, _Pattern]:
     """Return the patterns of a sync: each rank sends to all that may want of it, in its node and in others."""
     group, per_node = groups.weights, recipe.machine.gpus_per_node
     rank, roles = group.rank(), recipe.role_ranks
-    transport = make_transport(device(), group, per_node)
+    transport = make_transport(device(), group, per_node, kind=recipe.sync.transport)
     patterns = {}
     for link in ("nvlink", "network"):
 

@@ -29,6 +29,7 @@ from hybrid3d.inputs.models import check_against_transformers, read_config, read
 from hybrid3d.launch_environment import check_vllm_variables
 from hybrid3d.reshard.file_index import CheckpointError, TensorEntry, read_index
 from hybrid3d.reshard.files import CheckpointReader, file_pieces
+from hybrid3d.reshard.move.nixl_agent import load_nixl
 from hybrid3d.reshard.plan.layout import Shape
 from hybrid3d.rl.data import MAX_ROWS_IN_MESSAGE, PromptData
 from hybrid3d.rl.data_files import DataError
@@ -90,6 +91,8 @@ def find_mistakes(recipe: Recipe) -> Iterator[UserMistake]:
             with_layout = replace(recipe, train=recipe.reward_layout)
             yield from _mistake_of(check_scorer, recipe.reward.model, "reward.model", config, with_layout)
         yield from _mistake_of(check_fit, recipe)
+    if recipe.sync.transport == "nixl":
+        yield from _mistake_of(load_nixl)
     yield from _mistake_of(check_trackers, recipe)
 
 

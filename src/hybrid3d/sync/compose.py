@@ -182,6 +182,7 @@ def weight_sync(
         ranks,
         EXCHANGE_TIMEOUT if ranks else None,  # such a group's own timeout is that of its creation
         shares_memory=recipe.sync.shared_memory == "auto",
+        kind=recipe.sync.transport,
     )
     exchange = GroupExchange(group, ranks)
     chooses = recipe.sync.delta == "auto"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
 
+from hybrid3d.reshard.move.counting import CountingTransport
 from hybrid3d.reshard.move.lent_memory import SharedMemory
+
+Kind = Literal["collective", "nixl"]
 
 
 class Pending(Protocol):
@@ -22,7 +25,7 @@ class Transport(Protocol):
     """Collects sends and receives of byte tensors (from `as_bytes`) and starts them all with `run`.
 
     Both ends of a message use the same `tag` and submit the messages between them in the same order. A message that
-    both ends have started makes progress whether or not either of them waits.
+    both ends have started makes progress while both wait for messages, and mostly also if neither does.
 
     Attributes:
         received_bytes: of all messages that were received, or borrowed, over the life of the transport.
@@ -72,36 +75,11 @@ class _Works:
         return f"a message {direction} rank {rank}", (rank,)
 
 
-class _CountingTransport:
-    """Counts received bytes.
-
-    Args:
-        group: spans every rank of the plan.
-        ranks_per_node: the number of consecutive ranks that share a node.
-        ranks: the plan's rank of each member of the group, by default their ranks in the group.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, ranks_per_node: int, ranks: Sequence[int] | None = None):
-        self.received_bytes = 0
-        self.network_bytes = 0
-        self._group = group
-        ranks = ranks or range(group.size())
-        self._members = {rank: member for member, rank in enumerate(ranks)}
-        self._ranks_per_node, self._node = ranks_per_node, ranks[group.rank()] // ranks_per_node
-
-    def _count(self, nbytes: int, src: int) -> None:
-        self.received_bytes += nbytes
-        if src // self._ranks_per_node != self._node:
-            self.network_bytes += nbytes
-
-
-class GlooTransport(_CountingTransport):
+class GlooTransport(CountingTransport):
     """Point-to-point over gloo for CPU tensors.
 
     Args:
-        group, ranks_per_node, ranks, timeout: as for `make_transport`.
-        shares_memory: lend messages to the other ranks of the node whose processes can read this one's memory. Then
-            every rank of the group makes the transport together.
+        group, ranks_per_node, ranks, timeout, shares_memory: as for `make_transport`.
     """
 
     blocks_host = True
@@ -114,12 +92,8 @@ class GlooTransport(_CountingTransport):
         timeout: timedelta | None = None,
         shares_memory: bool = False,
     ):
-        super().__init__(group, ranks_per_node, ranks)
+        super().__init__(group, ranks_per_node, ranks, timeout, shares_memory)
         self._timeout = timeout
-        self.shared_memory: SharedMemory | None = None
-        if shares_memory:
-            near = [rank for rank in self._members if rank // ranks_per_node == self._node]
-            self.shared_memory = SharedMemory(group, [*self._members], near, self._count, timeout)
         self._works: list[dist.Work | None] = []
         self._messages: list[tuple[str, int]] = []  # of each of these, where it goes or comes from
 
@@ -138,11 +112,10 @@ class GlooTransport(_CountingTransport):
         return started
 
 
-class NcclTransport(_CountingTransport):
+class NcclTransport(CountingTransport):
     """Point-to-point over NCCL: each `run` launches one batch as one NCCL group. One GPU has sent to itself."""
 
     blocks_host = False
-    shared_memory = None
 
     def __init__(self, group: dist.ProcessGroup, ranks_per_node: int, ranks: Sequence[int] | None = None):
         super().__init__(group, ranks_per_node, ranks)
@@ -168,15 +141,25 @@ def make_transport(
     ranks: Sequence[int] | None = None,
     timeout: timedelta | None = None,
     shares_memory: bool = False,
+    kind: Kind = "collective",
 ) -> Transport:
     """Return the transport for tensors on `device`; every rank of `group` calls it.
 
     Args:
         ranks_per_node: the number of consecutive ranks that share a node.
         ranks: the plan's rank of each member of the group, by default their ranks in the group.
-        timeout: of a message over gloo, by default the group's.
+        timeout: of a message over gloo or by NIXL, by default the group's.
         shares_memory: on CPU, lend messages to the other ranks of the node that can read this process's memory.
+        kind: `collective` sends over NCCL on GPUs and over gloo on CPUs; with `nixl` senders write into the memory of
+            their receivers.
+
+    Raises:
+        NoNixl: NIXL is chosen, and cannot be imported.
     """
+    if kind == "nixl":
+        from hybrid3d.reshard.move.nixl import NixlTransport
+
+        return NixlTransport(group, ranks_per_node, ranks, timeout, shares_memory and device.type != "cuda")
     if device.type != "cuda":
         return GlooTransport(group, ranks_per_node, ranks, timeout, shares_memory)
     # NCCL requires all ranks in the first operation of a group, and a bucket may involve only some of them
