@@ -47,9 +47,13 @@ if [ -n "$wanted" ]; then
 	echo "$wanted"
 	exit 0
 fi
-if version_of "$venv/bin/python" >/dev/null; then
-	echo "$venv/bin/python"
-	exit 0
+if [ -x "$venv/bin/python" ]; then
+	if made=$(version_of "$venv/bin/python"); then
+		echo "$venv/bin/python"
+		exit 0
+	fi
+	echo "$needs, but $venv is of Python ${made:-that does not start}: remove it" >&2
+	exit 1
 fi
 for minor in $MINORS; do
 	find_minor "$minor" || continue

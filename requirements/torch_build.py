@@ -36,15 +36,15 @@ def constraints(config: str) -> list[str]:
     found = []
     for files in re.findall(r"^\S+\.constraint='(.*)'$", config, re.MULTILINE):
         for file in files.replace("\\n", " ").split():
-            lines = Path(file).read_text(errors="replace").splitlines() if Path(file).is_file() else []
-            found += [f"{line.strip()} ({file})" for line in lines if re.match(r"torch\b(?!-)", line.strip())]
+            text = Path(file).read_text(encoding="utf-8", errors="replace") if Path(file).is_file() else ""
+            found += [f"{line} ({file})" for line in re.findall(r"^ *(torch\b(?!-).*?) *$", text, re.MULTILINE)]
     return found
 
 
 def why_none() -> str:
     """One line about what may have kept pip from installing the pinned PyTorch."""
     command = [sys.executable, "-m", "pip", "config", "list"]
-    held = constraints(subprocess.run(command, capture_output=True, text=True, timeout=60).stdout)
+    held = constraints(subprocess.run(command, capture_output=True, encoding="utf-8", timeout=60).stdout)
     if not held:
         return "pip could not install the pinned PyTorch: its message is above."
     return (

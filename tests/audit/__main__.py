@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ from audit import environment, page
 from audit.faults import FAULTS, Fault
 
 ROOT = Path(__file__).resolve().parents[2]
-FAULT_FAMILY = "qwen2"  # the model in which faults must be found
+GPUS = {"h100": "a faked H100", "b200": "a faked B200"}
+PRECISION = {"bfloat16": "bfloat16", "fp8": "FP8 with scales of blocks", "mxfp8": "MXFP8 (as of a checkpoint in it)"}
+QUANTIZED = ("qwen2", "qwen3_moe", "deepseek_v3")  # a model of each kind: dense, of experts, with latent attention
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ class Check:
         limit: seconds that each of its processes may take.
         compared: whether both builds answer and the answers must be equal; else the CUDA build lists problems.
         part: of the module.
+        device: the kind of GPU that is faked, as in `fake_device.DEVICES`.
+        families: of models; empty for all.
     """
 
     module: str
@@ -42,6 +47,8 @@ class Check:
     limit: float
     compared: bool = False
     part: str | None = None
+    device: str = "h100"
+    families: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -71,11 +78,23 @@ CHECKS = (
         compared=True,
     ),
     Check("demand", "vLLM's demand, constants and KV cache are the CPU build's", limit=1500, compared=True),
-    Check(
-        "finalization",
-        "after three syncs every tensor is what vLLM's own loading makes of the weights, where it was before, and no "
-        "stream was synchronized",
-        limit=2400,
+    *(
+        Check(
+            "finalization",
+            f"on {GPUS[device]} in {PRECISION[precision]}: after three syncs, each into memory that was overwritten, "
+            "every tensor of the model and its kernels is what vLLM's own loading makes of the weights, in its place; "
+            "no stream was synchronized, and no replaced kernel keeps a copy",
+            limit=2400,
+            part=f"{device}-{precision}",
+            families=QUANTIZED if precision != "bfloat16" else (),
+        )
+        for device, precision in (
+            ("h100", "bfloat16"),
+            ("h100", "fp8"),
+            ("b200", "bfloat16"),
+            ("b200", "fp8"),
+            ("b200", "mxfp8"),
+        )
     ),
     Check(
         "attributes",
@@ -103,10 +122,10 @@ CHECKS = (
 class Audit:
     """Runs checks in a folder, and writes down their facts."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, replaced: Mapping[str, str]):
         self.folder = folder.resolve()
         self.seconds: dict[str, float] = {}
-        self.environment = environment.make(self.folder)
+        self.environment = environment.make(self.folder, replaced)
         (self.folder / "answers").mkdir(exist_ok=True)
         self._lines = (self.folder / "facts.jsonl").open("w")
         failure = self._run("models", [sys.executable, "-m", "audit.cases", str(self.models)], 300)
@@ -145,11 +164,12 @@ class Audit:
     def _command(self, check: Check, build: str, answers: Path, fault: str | None) -> list[str]:
         python = sys.executable if build == "cpu" else str(self.environment.python)
         options = {"--models": self.models, "--build": build, "--answers": answers}
-        options["--transformer-engine"] = self.environment.transformer_engine
+        options |= {"--transformer-engine": self.environment.transformer_engine, "--device": check.device}
         options |= {"--part": check.part} if check.part else {}
-        options |= {"--families": FAULT_FAMILY} if fault else {}
         options |= {"--inject": fault} if fault and build == "cuda" else {}
-        return [python, "-m", f"audit.{check.module}", *(str(word) for option in options.items() for word in option)]
+        words = [str(word) for option in options.items() for word in option]
+        families = (FAULTS[fault].family,) if fault else check.families
+        return [python, "-m", f"audit.{check.module}", *words, *(("--families", *families) if families else ())]
 
     def _run(self, name: str, command: list[str], limit: float) -> str:
         """Run a process with its output in a log; return why it failed, or nothing."""
@@ -173,7 +193,7 @@ class Audit:
 
 def find_fault(audit: Audit, name: str, fault: Fault, base: list[Fact]) -> Fact:
     """Put a fault in, and say whether the check finds it where nothing was found before."""
-    check = next(check for check in CHECKS if check.module == fault.check)
+    check = next(one for one in CHECKS if one.module == fault.check and fault.part in (None, one.part))
     before = {(fact.check, fact.subject, fact.found) for fact in base}
     new = [fact for fact in audit.prove(check, name) if (fact.check, fact.subject, fact.found) not in before]
     found = [fact for fact in new if fact.found and fault.matches(f"{fact.subject}: {fact.found}")]
@@ -188,9 +208,16 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="the page (default: report.md in the folder)")
     parser.add_argument("--only", nargs="*", choices=sorted({check.module for check in CHECKS}), help="these checks")
     parser.add_argument("--inject", nargs="*", choices=sorted(FAULTS), help="these faults (default: all)")
+    parser.add_argument(
+        "--versions",
+        nargs="*",
+        default=[],
+        metavar="NAME==VERSION",
+        help="audit these, such as vllm==0.33.0 torch==2.14.0, in a --folder of their own (default: as on CPUs here)",
+    )
     given = parser.parse_args()
     start = time.monotonic()
-    audit = Audit(given.folder)
+    audit = Audit(given.folder, dict(one.split("==") for one in given.versions))
     facts: list[Fact] = []
     chosen = [check for check in CHECKS if given.only is None or check.module in given.only]
     for check in chosen:

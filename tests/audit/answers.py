@@ -27,6 +27,7 @@ class Options:
         models: the folder of the tiny models' configs (`cases.py`).
         families: of models.
         cuda: whether this is the environment with the CUDA builds.
+        device: the kind of GPU that is faked, as in `fake_device.DEVICES`.
         part: of a check that has several.
         inject: a fault of `faults.py`.
         transformer_engine: the folder with Transformer Engine's Python.
@@ -35,6 +36,7 @@ class Options:
     models: Path
     families: tuple[str, ...]
     cuda: bool
+    device: str
     part: str | None
     inject: str | None
     transformer_engine: Path
@@ -47,6 +49,7 @@ def answer(check: Callable[[Options], Answers]) -> None:
     parser.add_argument("--build", choices=["cpu", "cuda"], required=True)
     parser.add_argument("--answers", type=Path, required=True)
     parser.add_argument("--families", nargs="*", choices=FAMILIES, default=FAMILIES)
+    parser.add_argument("--device", default="h100")
     parser.add_argument("--part")
     parser.add_argument("--inject")
     parser.add_argument("--transformer-engine", type=Path, required=True)
@@ -55,6 +58,7 @@ def answer(check: Callable[[Options], Answers]) -> None:
         given.models,
         tuple(given.families),
         given.build == "cuda",
+        given.device,
         given.part,
         given.inject,
         given.transformer_engine,

@@ -11,10 +11,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from checkpoints import FAMILIES, LATENT, SPARSE, make_config
+from checkpoints import FAMILIES, IN_BLOCKS, LATENT, SPARSE, make_config
 from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Sync, Train
 
 HOPPER_HEADS = dict(qk_nope_head_dim=128, v_head_dim=128)  # beside 64 rotated dims, as in checkpoints.py
+BLOCKS = "in-blocks"  # the folder of models whose shards at TP1 and TP2 are whole blocks of 128 x 128
 
 ROLLOUT: list[dict[str, Any]] = [dict(tp=1), dict(tp=2), dict(tp=4)]
 EXPERT_PARALLEL: list[dict[str, Any]] = [
@@ -40,12 +41,23 @@ def trains(family: str) -> list[dict[str, int]]:
     return TRAIN + (EXPERT_TRAIN if family in SPARSE else [])
 
 
-def rollout_cases(models: Path, families: Iterable[str]) -> Iterator[tuple[str, str, Recipe, int]]:
-    """Yield (family, what it is called, recipe, rank within the engine) of every rank of every rollout layout."""
+def rollout_cases(
+    models: Path, families: Iterable[str], quantized: bool = False
+) -> Iterator[tuple[str, str, Recipe, int]]:
+    """Yield (family, what it is called, recipe, rank within the engine) of every rank of every rollout layout.
+
+    Args:
+        quantized: with weights in FP8, of the models in whole blocks and the layouts that leave them whole.
+    """
+    settings: dict[str, Any] = dict(quantization="fp8") if quantized else {}
+    folder = models / BLOCKS if quantized else models
     for family in families:
         for layout in rollouts(family):
+            if quantized and layout["tp"] > 2:
+                continue
             for rank in range(layout["tp"] * layout.get("dp", 1)):
-                yield family, f"{family} {said(layout)} rank {rank}", recipe_of(models, family, **layout), rank
+                recipe = recipe_of(folder, family, **layout, **settings)
+                yield family, f"{family} {said(layout)} rank {rank}", recipe, rank
 
 
 def said(layout: dict[str, Any]) -> str:
@@ -67,9 +79,9 @@ def recipe_of(models: Path, family: str, **rollout: Any) -> Recipe:
     )
 
 
-def shapes_of(models: Path, family: str) -> dict[str, tuple[int, ...]]:
-    """Return the full shape of every canonical tensor, as Megatron's CPU model has it."""
-    shapes = json.loads((models / family / "shapes.json").read_text())
+def shapes_of(model: Path) -> dict[str, tuple[int, ...]]:
+    """Return the full shape of every canonical tensor of a model, as Megatron's CPU model has it."""
+    shapes = json.loads((model / "shapes.json").read_text())
     return {name: tuple(shape) for name, shape in shapes.items()}
 
 
@@ -81,12 +93,12 @@ def write_models(models: Path) -> None:
     from hybrid3d.train.megatron.probe import expected_shapes
 
     for family in FAMILIES:
-        config = make_config(family)
-        config.update(HOPPER_HEADS if family in LATENT else {})
-        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-        config.save_pretrained(models / family)
-        shapes = expected_shapes(read_config(str(models / family)))
-        (models / family / "shapes.json").write_text(json.dumps(shapes))
+        for folder, sizes in ((models / family, {}), (models / BLOCKS / family, IN_BLOCKS[family])):
+            config = make_config(family)
+            config.update(sizes | (HOPPER_HEADS if family in LATENT else {}))
+            config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+            config.save_pretrained(folder)
+            (folder / "shapes.json").write_text(json.dumps(expected_shapes(read_config(str(folder)))))
 
 
 if __name__ == "__main__":

@@ -6,15 +6,17 @@ current device is still GPU 0 in every rank. The GPUs are faked (`fake_gpus.py`)
 
 from __future__ import annotations
 
-from audit import answers, cases, fake_gpus, fake_hopper, fake_transformer_engine, faults
+from pathlib import Path
+
+from audit import answers, cases, fake_device, fake_gpus, fake_transformer_engine, faults
 
 OWN = 3  # the rank's device
 
 
 def check(options: answers.Options) -> answers.Answers:
-    with fake_gpus.installed() as gpus:
+    with fake_gpus.installed(options.device) as gpus:
         if options.part == "vllm":
-            fake_hopper.install()
+            fake_device.install(fake_device.DEVICES[options.device])
             yield from _vllm(options, gpus)
         else:
             if options.part == "transformer-engine":
@@ -58,11 +60,11 @@ def _vllm(options: answers.Options, gpus: fake_gpus.FakeGpus) -> answers.Answers
     from hybrid3d.rollout.probe import trace_demand
 
     faults.inject(options.inject, "contexts")
-    for family, name, recipe, rank in cases.rollout_cases(options.models, options.families):
+    for _, name, recipe, rank in cases.rollout_cases(options.models, options.families):
         if rank == recipe.rollout.tp * recipe.rollout.dp - 1:
             gpus.forget()
             torch.cuda.set_device(OWN)
-            trace_demand(recipe, cases.shapes_of(options.models, family), rank)
+            trace_demand(recipe, cases.shapes_of(Path(recipe.model.path)), rank)
             yield name, _problems(gpus)
 
 

@@ -9,8 +9,10 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from audit import pypi
 
@@ -22,6 +24,7 @@ cuCtxGetCurrent cuCtxSetCurrent cuDeviceGetAttribute cuDevicePrimaryCtxRetain cu
 cuMemAddressFree cuMemAddressReserve cuMemCreate cuMemGetAllocationGranularity cuMemMap cuMemRelease cuMemSetAccess
 cuMemUnmap cuPointerGetAttribute cuTensorMapEncodeTiled
 """.split()
+TE = "transformer-engine"
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 VERSIONS = "import json, sys; from importlib.metadata import version; print(json.dumps([*map(version, sys.argv[1:])]))"
 SHOWN = ("vllm", "torch", "megatron-core", "transformers", "nvidia-cudnn-cu13")
@@ -53,15 +56,21 @@ class Environment:
         return versions | {"python": about.stdout.split()[1]}
 
 
-def make(folder: Path) -> Environment:
-    """Make the environment in a folder, or find it there if it has the same requirements."""
+def make(folder: Path, replaced: Mapping[str, str] = MappingProxyType({})) -> Environment:
+    """Make the environment in a folder, or find it there if it has the same requirements.
+
+    Args:
+        replaced: versions of distributions in place of those of this process, and of the Dockerfile's Transformer
+            Engine. Checks that compare with the CPU build then find what differs between the versions, too.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = [*_requirements(), _transformer_engine(), *pypi.TE_TORCH_REQUIRES]
+    versions = pypi.versions_here() | {TE: pypi.dockerfile_argument("TE_VERSION")} | replaced
+    wanted = [*_requirements(versions), f"{TE}=={versions[TE]}"]
     stamp = folder / "installed.json"
     installed = json.loads(stamp.read_text()) if stamp.exists() else {}
     if installed.get("requirements") != wanted:
         start = time.monotonic()
-        _install(folder)
+        _install(folder, versions)
         installed = {"requirements": wanted, "seconds": time.monotonic() - start}
         stamp.write_text(json.dumps(installed))
     found = Environment(
@@ -75,25 +84,26 @@ def _python(folder: Path) -> Path:
     return folder / "venv" / "bin" / "python"
 
 
-def _requirements() -> list[str]:
-    return [one for one in pypi.gpu_requirements() if not one.startswith("transformer-engine")]
+def _requirements(versions: Mapping[str, str]) -> list[str]:
+    """Return what is installed: what the package asks for, those of these versions exactly, without Transformer Engine.
+
+    What Transformer Engine itself needs is among it.
+    """
+    asked = [one for one in pypi.gpu_requirements() if not one.startswith((TE, *versions))]
+    return [*asked, *(f"{n}=={v}" for n, v in versions.items() if n != TE), *pypi.TE_TORCH_REQUIRES]
 
 
-def _transformer_engine() -> str:
-    return f"transformer-engine=={pypi.dockerfile_argument('TE_VERSION')}"
-
-
-def _install(folder: Path) -> None:
+def _install(folder: Path, versions: Mapping[str, str]) -> None:
     for part in ("venv", "transformer_engine", "wheels"):
         shutil.rmtree(folder / part, ignore_errors=True)
     subprocess.run([_interpreter(), "-m", "venv", folder / "venv"], check=True)
     pip = _python(folder), "install", "--quiet", "--no-cache-dir"
     pypi.pip(*pip, "--upgrade", "pip", timeout=300)
-    pypi.pip(*pip, *_requirements(), *pypi.TE_TORCH_REQUIRES, timeout=INSTALL_SECONDS)
+    pypi.pip(*pip, *_requirements(versions), timeout=INSTALL_SECONDS)
     # Its Python is in the wheel of this name; the one with the core library is 180 MB, which cannot run here.
     wheels = folder / "wheels"
     download = "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(wheels)
-    pypi.pip(_python(folder), *download, _transformer_engine(), timeout=300)
+    pypi.pip(_python(folder), *download, f"{TE}=={versions[TE]}", timeout=300)
     (wheel,) = wheels.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder / "transformer_engine")

@@ -17,6 +17,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from audit.fake_device import DEVICES, Device
+
 COUNT = 8
 
 
@@ -45,8 +47,9 @@ class FakeGpus(TorchDispatchMode):
         nbytes: by device, the bytes allocated.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: Device):
         super().__init__()
+        self._device = device
         self._numbered = _Numbered(self)
         self.contexts: Counter[int] = Counter()
         self.nbytes: Counter[int] = Counter()
@@ -108,8 +111,13 @@ class FakeGpus(TorchDispatchMode):
                 return lambda *unused, **also_unused: gpus.use() and None
 
         default_stream = Stream.__new__(Stream)
+        major, minor = self._device.capability
         properties = SimpleNamespace(
-            name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=80 * 2**30, multi_processor_count=132
+            name=self._device.name,
+            major=major,
+            minor=minor,
+            total_memory=self._device.memory_bytes,
+            multi_processor_count=self._device.units,
         )
 
         @contextlib.contextmanager
@@ -137,10 +145,13 @@ class FakeGpus(TorchDispatchMode):
             default_stream=lambda device=None: default_stream,
             stream=lambda stream: contextlib.nullcontext(),
             synchronize=lambda device=None: gpus.use(device) and None,
-            mem_get_info=lambda device=None: (gpus.use(device) * 0 + 79 * 2**30, 80 * 2**30),
+            mem_get_info=lambda device=None: (
+                gpus.use(device) * 0 + properties.total_memory - 2**30,
+                properties.total_memory,
+            ),
             empty_cache=lambda: None,
             get_device_properties=lambda device=None: properties,
-            get_device_capability=lambda device=None: (9, 0),
+            get_device_capability=lambda device=None: (major, minor),
             get_device_name=lambda device=None: properties.name,
             **random,
             is_current_stream_capturing=lambda: False,
@@ -152,13 +163,14 @@ class FakeGpus(TorchDispatchMode):
             setattr(torch.cuda, name, value)
         for name, value in random.items():
             setattr(torch.cuda.random, name, value)
+        torch.accelerator.current_device_index = lambda: gpus._current
 
     def _set(self, device: Any) -> None:
         self._current = self.use(device)
 
 
-def installed() -> FakeGpus:
-    """Return new GPUs in place of the machine's, to be entered before the engines are imported."""
-    gpus = FakeGpus()
+def installed(device: str = "h100") -> FakeGpus:
+    """Return new GPUs of a kind in place of the machine's, to be entered before the engines are imported."""
+    gpus = FakeGpus(DEVICES[device])
     gpus.install()
     return gpus

@@ -17,12 +17,16 @@ class Fault:
         what: what is wrong.
         found: a pattern that one of the facts not proven must have, in its subject or what was found.
         make: puts it there; its arguments are what the check hands over.
+        part: of the check that must find it, if it has several.
+        family: of the model in which it must be found.
     """
 
     check: str
     what: str
     found: str
     make: Callable[..., None]
+    part: str | None = None
+    family: str = "qwen2"
 
     def matches(self, text: str) -> bool:
         return re.search(self.found, text) is not None
@@ -95,6 +99,39 @@ def _process_twice() -> None:
     _wrap(UnquantizedLinearMethod, "process_weights_after_loading", add_one)
 
 
+def _keep_a_copy() -> None:
+    """Something keeps the kernel of experts that the first loading made, and this a copy of a scale."""
+    from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
+
+    kept = []
+    make = Fp8MoEMethod._init_moe_kernel
+
+    def make_and_keep(self: Any, layer: Any) -> None:
+        make(self, layer)
+        self.moe_kernel.own_scale = layer.w13_weight_scale_inv.data.clone()
+        kept.append(self.moe_kernel)
+
+    Fp8MoEMethod._init_moe_kernel = make_and_keep
+
+
+def _derive_once() -> None:
+    """A kernel derives a tensor of the first weights that it loads, and not of later ones."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    def derive(self: Any, layer: Any) -> None:
+        if not hasattr(self, "derived"):
+            self.derived = layer.weight.data.sum(1)
+
+    _wrap(UnquantizedLinearMethod, "process_weights_after_loading", derive)
+
+
+def _trust_the_note() -> None:
+    """Finalizing leaves vLLM's note that it has processed a layer."""
+    from hybrid3d.rollout import finalize
+
+    finalize._forget_processing = lambda module: None
+
+
 def _lose_a_mark(stages: Any) -> None:
     for name, parameter in stages[0].named_parameters():
         if name.endswith("self_attention.linear_proj.weight"):
@@ -117,5 +154,27 @@ FAULTS = {
         _read_from_the_gpu,
     ),
     "stale": Fault("finalization", "finalizing twice is not finalizing once", "differs from vLLM", _process_twice),
+    "derived": Fault(
+        "finalization",
+        "a kernel keeps what it derived from the first weights",
+        r"derived: differs from vLLM",
+        _derive_once,
+    ),
+    "kernel": Fault(
+        "finalization",
+        "a kernel of experts that was replaced lives on with its own copy of scales",
+        "own_scale: a replaced kernel keeps it",
+        _keep_a_copy,
+        "b200-fp8",
+        "qwen3_moe",
+    ),
+    "unprocessed": Fault(
+        "finalization",
+        "vLLM does not process experts in MXFP8 a second time",
+        r"_w1\.scale: differs from vLLM",
+        _trust_the_note,
+        "b200-mxfp8",
+        "qwen3_moe",
+    ),
     "mark": Fault("attributes", "an output projection is not marked as sharded", "o_proj.*not sharded", _lose_a_mark),
 }

@@ -8,6 +8,7 @@ parameters must be the CPU build's.
 from __future__ import annotations
 
 import ast
+import enum
 import importlib
 import inspect
 import re
@@ -46,7 +47,10 @@ ATTRIBUTES = {
 # What differs between the builds on purpose, and what it must be on CUDA with Transformer Engine: a value or a type.
 ON_CUDA = {
     "megatron.core.extensions.transformer_engine.HAVE_TE": True,
+    "megatron.core.extensions.transformer_engine.TEColumnParallelLinear": type,
+    "megatron.core.extensions.transformer_engine.TELayerNormColumnParallelLinear": type,
     "megatron.core.extensions.transformer_engine.TELinear": type,
+    "megatron.core.extensions.transformer_engine.TERowParallelLinear": type,
     "megatron.core.optimizer.Adam": type,
     "megatron.core.transformer.multi_latent_attention.HAVE_TE": True,
     "megatron.core.transformer.multi_latent_attention.TELinear": type,
@@ -117,7 +121,7 @@ def private_attributes(files: list[str]) -> set[str]:
     ours |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
     ours |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     resolved = {name.split(".")[-1] for source in files for name in used(source)}
-    standard = {"_exit", "_resource_tracker"}  # of Python's own os and multiprocessing
+    standard = {"_exit", "_fields", "_resource_tracker"}  # of Python's own os, ast and multiprocessing
     found = {node.attr for node in nodes if isinstance(node, ast.Attribute) and re.match(r"_[^_]", node.attr)}
     return found - ours - resolved - standard
 
@@ -139,6 +143,8 @@ def describe(name: str, cuda: bool) -> str:
         return "absent"
     if inspect.ismodule(found):
         return "module"
+    if isinstance(found, enum.EnumMeta):  # what it is called with depends on the version of Python
+        return f"enum of {', '.join(found.__members__)}"
     if not callable(found):
         return type(found).__name__
     try:

@@ -49,7 +49,8 @@ def page(
         f"{total:.0f} s; installing took {environment.install_seconds:.0f} s, once.",
         "",
         "Against " + ", ".join(f"{name} {version}" for name, version in environment.versions().items()) + ".",
-        "A faked H100 (sm_90); Transformer Engine's compiled extension is a stand-in. No kernel has run.",
+        "A faked H100 (sm_90) or B200 (sm_100). Stand-ins: Transformer Engine's compiled extension, how FlashInfer and "
+        "DeepGEMM lay scales out, and what latent attention has dequantized. No kernel has run.",
         "",
         "| check | proves | facts | proven | seconds |",
         "|---|---|---|---|---|",

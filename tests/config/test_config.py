@@ -114,7 +114,8 @@ def test_defaults(load: Any) -> None:
         },
         "async": {"max_staleness": 0, "partial": None, "keep_cache": False, "batches_in_flight": 2}
         | {"late_answers": "wait"},
-        "sync": {"bucket_mib": 64.0, "verify": "never", "overlap": True, "delta": "auto", "shared_memory": "auto"},
+        "sync": {"bucket_mib": 64.0, "verify": "never", "overlap": True, "delta": "auto", "shared_memory": "auto"}
+        | {"transport": "collective"},
         "data": {
             "train": "a.parquet",
             "eval": "b.parquet",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from audit import fake_gpus, host_waits, names, page, pypi
+from audit import fake_gpus, fake_kernels, host_waits, names, page, pypi, state
 from audit.__main__ import CHECKS
 from audit.faults import FAULTS
 
@@ -67,6 +67,54 @@ def test_fake_gpus_count_contexts_and_allocations(monkeypatch: pytest.MonkeyPatc
     assert made.device.type == "cpu"
     assert dict(gpus.nbytes) == {6: 16, 3: 8 + 16}
     assert gpus.contexts.keys() == {6, 3}
+
+
+class Kernel:
+    """Stands for a kernel of vLLM that keeps a scale."""
+
+    __module__ = "vllm.made_up"
+
+    def __init__(self, scale: torch.Tensor):
+        self.scale = scale
+
+
+def test_state_of_kernels_is_found_and_overwritten_but_buffers() -> None:
+    layer = torch.nn.Linear(2, 2, bias=False)
+    layer.register_buffer("positions", torch.arange(3))
+    layer.kernel = Kernel(torch.ones(1))
+    model = torch.nn.Sequential(layer)
+    assert state.tensors_of(model).keys() == {"0.weight", "0.positions", "0.kernel.scale"}
+    state.overwrite(model)
+    assert layer.weight.isnan().all()
+    assert layer.kernel.scale.isnan().all()
+    assert layer.positions.tolist() == [0, 1, 2]
+
+
+def test_replaced_kernel_that_keeps_its_own_memory_is_found() -> None:
+    layer = torch.nn.Linear(2, 2, bias=False)
+    model = torch.nn.Sequential(layer)
+    copies, views = Kernel(torch.ones(1)), Kernel(layer.weight.data[0])
+    for old in (copies, views):
+        layer.kernel = old
+        before = state.kernels_of(model)
+        layer.kernel = Kernel(layer.weight.data)
+        found = [f"{one.path}.{one.name}" for one in state.stale_copies(before, model)]
+        assert found == (["0.kernel.scale"] if old is copies else [])
+    layer.kernel = Kernel(torch.ones(1))
+    before = state.kernels_of(model)
+    layer.kernel = views
+    assert [*state.stale_copies(before, model)] == [], "nobody keeps it"
+
+
+def test_scales_are_laid_out_as_deep_gemm_reads_them() -> None:
+    """On Blackwell four exponents in an integer, the rows of a column beside each other, each as its block's scale."""
+    scales = torch.pow(2.0, torch.arange(-5, 5).float()).view(1, 2, 5)
+    assert fake_kernels.required_layout(scales, 200, 128, (9, 0)) is scales
+    packed = fake_kernels.required_layout(scales, 200, 128, (10, 0))
+    assert (packed.shape, packed.stride(-2), packed.dtype) == ((1, 200, 2), 1, torch.int32)
+    exponents = packed.contiguous().view(torch.uint8).view(200, 8)
+    assert exponents[0].tolist() == exponents[127].tolist() == [122, 123, 124, 125, 126, 0, 0, 0]
+    assert exponents[128].tolist() == exponents[199].tolist() == [127, 128, 129, 130, 131, 0, 0, 0]
 
 
 def test_host_waits_are_seen() -> None:

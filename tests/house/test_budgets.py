@@ -21,16 +21,17 @@ assert SPEC.loader is not None
 structure = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(structure)
 
-FILES, LINES = 347, 54820  # of the package
+FILES, LINES = 374, 59180  # of the package
 LINES_OF_ROOM = {
     "__init__": 10,
     "__main__": 10,
     "bench": 1700,
     "certify": 800,
-    "cli": 1230,
-    "config": 3610,
+    "cli": 1340,
+    "config": 3620,
     "distributed": 400,
-    "doctor": 3530,
+    "doctor": 3570,
+    "engines": 1930,
     "errors": 40,
     "families": 1260,
     "generation": 3740,
@@ -39,30 +40,32 @@ LINES_OF_ROOM = {
     "launch_environment": 320,
     "ledger": 120,
     "patches": 240,
-    "planning": 2360,
+    "planning": 2410,
     "process": 230,
     "replay": 780,
     "report": 1540,
-    "reshard": 5620,
+    "reshard": 6580,
     "rl": 2630,
-    "rollout": 2620,
+    "rollout": 2740,
     "run": 2070,
     "scoring": 4640,
     "storage": 710,
     "sync": 1180,
-    "train": 4710,
+    "train": 4790,
     "trainer": 3100,
     "watch": 950,
+    "weight_transfer": 1070,
     "workers": 1410,
 }
-IMPORTS = 0.0792  # the share of lines that imports take; 0.065 is aimed at
+IMPORTS = 0.0787  # the share of lines that imports take; 0.065 is aimed at
 NONE = {
     "bench": 34,
     "certify": 13,
-    "cli": 32,
+    "cli": 34,
     "config": 137,
     "distributed": 5,
-    "doctor": 46,
+    "doctor": 47,
+    "engines": 81,
     "families": 21,
     "generation": 102,
     "inputs": 35,
@@ -73,9 +76,9 @@ NONE = {
     "process": 2,
     "replay": 16,
     "report": 36,
-    "reshard": 70,
+    "reshard": 74,
     "rl": 45,
-    "rollout": 50,
+    "rollout": 51,
     "run": 36,
     "scoring": 88,
     "storage": 3,
@@ -83,9 +86,10 @@ NONE = {
     "train": 98,
     "trainer": 153,
     "watch": 36,
+    "weight_transfer": 5,
     "workers": 29,
 }  # comparisons with None by room
-ONE_IMPORTER = 71  # modules that a single other one imports
+ONE_IMPORTER = 77  # modules that a single other one imports
 
 # Classes of engines, and where they may be annotated: their own rooms, the factories, and the checks of engines on GPUs
 ENGINES = {"RolloutEngine", "MegatronModel", "Policy", "ValueModel", "LLM", "LLMEngine"}

@@ -10,6 +10,7 @@ import sys
 import threading
 import tomllib
 from datetime import timedelta
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from hybrid3d import patches
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "hybrid3d"
-TABLES = {"patches.py", "train/megatron/patches.py", "rollout/patches.py"}
+TABLES = {"patches.py", "train/megatron/patches.py", "rollout/patches.py", "weight_transfer/hold.py"}
 DEPENDENCIES = {"megatron", "vllm", "torch", "transformers", "apex", "transformer_engine"}
 
 TARGETS = """
@@ -29,7 +30,8 @@ from hybrid3d import patches
 from hybrid3d.rollout import patches as vllm
 from hybrid3d.train import writing
 from hybrid3d.train.megatron import build, patches as megatron, runtime
-for patch in (*patches.TORCH, *megatron.ALL, *vllm.ALL):
+from hybrid3d.weight_transfer import hold
+for patch in (*patches.TORCH, *megatron.ALL, *vllm.ALL, hold.ENGINE_CALLS):
     patch.resolve()  # an error where it is missing
     print(patch.target, patch.package, patch.test, patch.reason.endswith("."), sep=" | ")
 """
@@ -123,7 +125,7 @@ def missing(target: str, package: str = "torch>=1.2,<1.3", **more: Any) -> str:
 def test_missing_target_is_an_error_that_names_both_versions(target: str) -> None:
     """Instead of a new attribute, which the dependency never reads."""
     assert missing(target) == (
-        f"torch {torch.__version__} has no {target}, which hybrid3d replaces as it is in torch>=1.2,<1.3: "
+        f"torch {version('torch')} has no {target}, which hybrid3d replaces as it is in torch>=1.2,<1.3: "
         "install one of these"
     )
     owner = target.rpartition(".")[0]
@@ -160,7 +162,7 @@ def test_attribute_that_an_object_does_not_have_is_not_set() -> None:
     with pytest.raises(patches.MissingTarget) as raised:
         patches.set_existing("torch>=1.2,<1.3", spec, linear=4, input_norm=5)
     assert str(raised.value) == (
-        f"torch {torch.__version__}: Namespace has no input_norm, which hybrid3d sets as it is in torch>=1.2,<1.3: "
+        f"torch {version('torch')}: Namespace has no input_norm, which hybrid3d sets as it is in torch>=1.2,<1.3: "
         "install one of these"
     )
     assert vars(spec) == {"core_attention": 3, "linear": 2}

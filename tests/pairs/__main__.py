@@ -17,7 +17,6 @@ from pairs import environment, results
 from pairs.table import FLOOR, PAIRS
 
 ROOT = Path(__file__).resolve().parents[2]
-PAIR_SECONDS = 3600
 
 
 def main() -> int:
@@ -43,7 +42,7 @@ def main() -> int:
         folder = options.folder / "proofs" / pair.name
         variables = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}", "HF_HUB_OFFLINE": "1"}
         command = [str(python), "-m", "pairs.proof", str(folder), str(floor)]
-        subprocess.run(command, cwd=ROOT, env=variables, timeout=PAIR_SECONDS, check=True)
+        subprocess.run(command, cwd=ROOT, env=variables, check=True)  # which limits each of its commands
         found.append(results.certify(pair, folder))
     results.write_page(PAIRS, ROOT / "docs/engines.md")
     return 0 if all(certificate.status == "certified" for certificate in found) else 1

@@ -33,9 +33,9 @@ def make(pair: Pair, folder: Path) -> Path:
 
 def _base(python: str, folder: Path) -> Path:
     """Return the interpreter of the environment that the pins make for a Python: this checkout's, if it is of it."""
-    for environment in (ROOT / ".venv", folder / f"python{python}"):
-        if (environment / ".installed").exists() and (environment / "bin" / f"python{python}").exists():
-            return environment / "bin" / "python"
+    if (ROOT / ".venv/bin" / f"python{python}").exists():
+        return ROOT / ".venv/bin/python"
+    environment = folder / f"python{python}"
     _run(["make", "--no-print-directory", f"VENV={environment}", f"PYTHON={python}", "setup"])
     return environment / "bin" / "python"
 

@@ -1,7 +1,7 @@
 """Proves the pair of engines of this environment: PYTHONPATH=src:tests python -m pairs.proof FOLDER FLOOR
 
 Each proof becomes a line of FOLDER/proofs.jsonl: its name, what was wrong (empty where it is proven) and its seconds;
-those that are there are not repeated. FLOOR is the folder of the floor's proofs, whose runs are compared with and
+those that are proven are not repeated. FLOOR is the folder of the floor's proofs, whose runs are compared with and
 continued; it is FOLDER for the floor itself, which makes the demo's data and model.
 """
 
@@ -19,19 +19,22 @@ from pathlib import Path
 from typing import Any
 
 from commands import EXPERTS, ROOT, demo_folder, experts_folder, hybrid3d, is_time, python, read_rows
+from hybrid3d.engines.certificates import installed_versions
 from mtp_reference import make_mtp_checkpoint
+from pairs.table import FLOOR
 
 MODELS = sorted(path.parent for path in (ROOT / "recipes/models").glob("*/config.json"))
 LIMIT = 300  # seconds of one command
+RUN = "runs/demo-cpu"
 RECIPE = str(ROOT / "recipes/demo-cpu.yaml")
 LAYOUTS = {
     "TP2 PP2 -> TP2": ("train.tp=2 train.pp=2 rollout.tp=2", "train.tp=2 train.pp=2 rollout.tp=2"),
     "PP2 or EP2 -> TP1": ("train.pp=2 rollout.tp=1", "train.dp=2 train.ep=2 rollout.tp=1"),
 }
 TOLERANCE = 1e-5  # of metrics in float32 between versions
-STEPS, LATER = 3, 4
-TOUCHED = "touched.json"
-RATE = "1.0e-4"  # another learning rate than the recipe's
+STEPS = 3
+PROVEN = "proven.json"  # the versions that were run, and digests of what is used of them
+RATE = 1.0e-4  # another learning rate than the recipe's
 
 
 @dataclass(frozen=True)
@@ -77,9 +80,17 @@ def families() -> Iterator[tuple[str, Path, bool]]:
 
 def touch_points(folder: Path) -> str:
     """Compare the engines' sources with what hybrid3d uses; keep digests of what it uses."""
-    found = json.loads(hybrid3d(folder, "certify", "--touch-points", "--json", timeout=LIMIT))
+    command = [
+        sys.executable,
+        "-m",
+        "hybrid3d",
+        "certify",
+        "--touch-points",
+        "--json",
+    ]  # exits with 1 for missing names
+    found = json.loads(subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT).stdout)
     touched = {one["distribution"].removesuffix("-cpu"): one["digest"] for one in found["engines"]}
-    (folder / TOUCHED).write_text(json.dumps(touched) + "\n")
+    (folder / PROVEN).write_text(json.dumps({"versions": installed_versions(), "touched": touched}) + "\n")
     return ", ".join(found["missing"])
 
 
@@ -108,32 +119,40 @@ def demo_trains(folder: Path, demo: Path, floor: Path) -> str:
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     demo_folder(work, demo)
+    train(work)
+    shutil.copytree(work / RUN, work / "after-three")
+    return differences(work / "after-three", floor / "demo/after-three")
+
+
+def train(work: Path, **changes: float) -> None:
+    """Start or resume the demo's run in a folder, with changes of its settings as a user makes them."""
+    if changes:
+        lines = [f"{name.replace('_', '.', 1)}: {value}" for name, value in changes.items()]
+        (work / RUN / "control.yaml").write_text("\n".join(lines) + "\n")
     hybrid3d(work, "train", RECIPE, f"run.steps={STEPS}", "run.checkpoint_every=2", timeout=LIMIT)
-    shutil.copytree(work / "runs/demo-cpu", work / "after-three")
-    return differences(work / "after-three", floor / "demo/after-three", STEPS)
 
 
 def resumed(work: Path, floor: Path) -> str:
     """Train one step more from the last checkpoint; compare with the floor's run."""
-    hybrid3d(work, "train", RECIPE, f"run.steps={LATER}", "run.checkpoint_every=2", timeout=LIMIT)
-    if work != floor:
-        return differences(work / "runs/demo-cpu", floor / "runs/demo-cpu", LATER)
-    return ""
+    train(work, run_steps=STEPS + 1)
+    return differences(work / RUN, floor / RUN)
 
 
 def resumed_with_another_rate(folder: Path) -> str:
-    """Resume after the learning rate of the recipe was changed; its metrics say which rate was used."""
+    """Resume from a checkpoint whose learning rate is not the recipe's; its metrics say which rate was used."""
     work = copy_of(folder / "demo", folder / "other-rate")
-    hybrid3d(work, "train", RECIPE, f"run.steps={LATER}", f"optimizer.lr={RATE}", timeout=LIMIT)
-    last = read_rows(work / "runs/demo-cpu")[-1]
-    return "" if math.isclose(last["train/lr"], float(RATE)) else f"train/lr is {last['train/lr']}, not {RATE}"
+    train(work, run_steps=STEPS + 1, optimizer_lr=RATE)
+    train(work, run_steps=STEPS + 2)
+    rates = [row["train/lr"] for row in read_rows(work / RUN) if row["step"] >= STEPS and "train/lr" in row]
+    wrong = len(rates) != 2 or not all(math.isclose(rate, RATE) for rate in rates)
+    return f"train/lr is {rates}, not {RATE} twice" if wrong else ""
 
 
 def resumed_from(folder: Path, floor: Path) -> str:
     """Continue the floor's run after three steps; the next step's metrics are the floor's."""
     work = copy_of(floor / "demo", folder / "from-floor")
-    hybrid3d(work, "train", RECIPE, f"run.steps={LATER}", "run.checkpoint_every=2", timeout=LIMIT)
-    return differences(work / "runs/demo-cpu", floor / "demo/runs/demo-cpu", LATER)
+    train(work, run_steps=STEPS + 1)
+    return differences(work / RUN, floor / "demo" / RUN)
 
 
 def trains_mtp(folder: Path, demo: Path) -> str:
@@ -144,7 +163,7 @@ def trains_mtp(folder: Path, demo: Path) -> str:
     experts_folder(work, demo, "deepseek_v3", make=make_mtp_checkpoint)
     small = ["algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=4", "train.ep=2", "train.mtp_loss_coef=0.1"]
     hybrid3d(work, "train", RECIPE, *EXPERTS, "run.steps=1", *small, timeout=LIMIT)
-    losses = [row["train/mtp_loss"] for row in read_rows(work / "runs/demo-cpu") if "train/mtp_loss" in row]
+    losses = [row["train/mtp_loss"] for row in read_rows(work / RUN) if "train/mtp_loss" in row]
     return "" if losses and all(math.isfinite(loss) for loss in losses) else f"train/mtp_loss is {losses}"
 
 
@@ -152,14 +171,28 @@ def copy_of(work: Path, place: Path) -> Path:
     """Copy the demo's folder as it was after three steps."""
     shutil.rmtree(place, ignore_errors=True)
     (place / "runs").mkdir(parents=True)
-    shutil.copytree(work / "after-three", place / "runs/demo-cpu")
+    shutil.copytree(work / "after-three", place / RUN)
     shutil.copytree(work / "build", place / "build", symlinks=True)
     return place
 
 
-def differences(run: Path, expected: Path, steps: int) -> str:
-    """Return the metrics, but for times and memory, that differ between two runs by more than the tolerance."""
+def differences(run: Path, expected: Path) -> str:
+    """Return the metrics, but for times and memory, that differ between two runs by more than the tolerance.
+
+    Of another vLLM or torch, which may sample otherwise, return what no run may have: more bytes than the engines want,
+    and log-probabilities in which they differ.
+    """
     found, wanted = read_rows(run), read_rows(expected)
+    here, floor = installed_versions(), FLOOR.versions
+    if any(here[name] != floor[name] for name in ("vllm", "torch")):
+        steps = [row for row in found if "train/loss" in row]
+        return "; ".join(
+            f"step {row['step']}: {row['sync/received_bytes']} bytes received, {row['sync/lower_bound_bytes']} needed; "
+            f"the engines' log-probabilities differ by {row['mismatch/logprob_abs_mean']}"
+            for row in steps
+            if row["sync/received_bytes"] != row["sync/lower_bound_bytes"]
+            or row["mismatch/logprob_abs_mean"] > TOLERANCE
+        )
     if len(found) != len(wanted):
         return f"{len(found)} rows of metrics, the floor's run has {len(wanted)}"
     wrong = [
@@ -181,7 +214,8 @@ def main() -> int:
     folder, floor = map(Path, sys.argv[1:])
     folder.mkdir(parents=True, exist_ok=True)
     out = folder / "proofs.jsonl"
-    done = {json.loads(line)["name"] for line in out.read_text().splitlines()} if out.exists() else set()
+    before = map(json.loads, out.read_text().splitlines() if out.exists() else ())
+    done = {line["name"] for line in before if not line["wrong"]}
     for proof in proofs(folder, floor):
         if proof.name in done:
             continue

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
 from hybrid3d.engines.certificates import Certificate, certificates, vector_instructions
-from pairs.proof import TOUCHED, names_of_proofs
+from pairs.proof import PROVEN, names_of_proofs
 from pairs.table import Pair
 
 PAGE = """\
@@ -25,15 +26,18 @@ HEAD = ("Python", "Megatron-Core", "vLLM", "torch", "transformers", "result", "m
 
 def certify(pair: Pair, folder: Path) -> Certificate:
     """Write the certificate of a pair from what its proofs have found."""
-    lines = [json.loads(line) for line in (folder / "proofs.jsonl").read_text(encoding="utf-8").splitlines()]
-    proofs = {line["name"]: line["wrong"] for line in lines}
+    lines = map(json.loads, (folder / "proofs.jsonl").read_text(encoding="utf-8").splitlines())
+    found = {line["name"]: line for line in lines}  # the last of each name
+    about = json.loads((folder / PROVEN).read_text(encoding="utf-8"))
+    if about["versions"] != pair.versions:
+        sys.exit(f"{about['versions']} was run in place of {pair.versions}: remove build/engines and run this again")
     certificate = Certificate(
         versions=pair.versions,
-        proofs=proofs,
-        missing=tuple(name for name in names_of_proofs() if name not in proofs),
-        touched=json.loads((folder / TOUCHED).read_text(encoding="utf-8")),
+        proofs={name: line["wrong"] for name, line in found.items()},
+        missing=tuple(name for name in names_of_proofs() if name not in found),
+        touched=about["touched"],
         machine=vector_instructions(),
-        minutes=round(sum(line["seconds"] for line in lines) / 60, 1),
+        minutes=round(sum(line["seconds"] for line in found.values()) / 60, 1),
         date=datetime.now(UTC).date().isoformat(),
     )
     certificate.write()

@@ -19,6 +19,7 @@ from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 import deep_gemm
+from audit.host_waits import HostWaits
 from checkpoints import IN_BLOCKS, make_checkpoint
 from commands import ROOT
 from hybrid3d.config import load_recipe
@@ -135,10 +136,11 @@ def test_engine_says_what_it_would_round_again(tmp_path: Path, family: str) -> N
         sink.demand_for(every)
         kinds = sink.rounded_scales
         new = checkpoint_of(shapes, 2, kinds)
-        with CountedCasts() as casts:
+        with CountedCasts() as casts, HostWaits() as waits:
             sync(sink, new)
         found = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     assert casts.calls == 0
+    assert "torch.Tensor.__bool__" not in waits.calls, "vLLM asks a GPU about the scales of the KV cache in each layer"
     assert {"model.layers.*.mlp.experts.*.gate_proj.weight", "model.layers.*.self_attn.o_proj.weight"} <= kinds
     by_latents = {f"model.layers.*.self_attn.{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa")}
     quantized_names = {kind_of(name) for name in shapes if is_quantized(name)}

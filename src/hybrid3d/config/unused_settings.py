@@ -196,7 +196,7 @@ UNUSED_RULES = (
     ),
     UnusedRule(
         "sync",
-        ("bucket_mib", "verify", "overlap", "delta", "shared_memory"),
+        ("bucket_mib", "verify", "overlap", "delta", "shared_memory", "transport"),
         _never_generates,
         reason_of("algorithm.name={name} without `rollout` never syncs"),
     ),

@@ -14,7 +14,7 @@ from hybrid3d.config import Lora, ModelShape, Recipe, RecipeError, Train, check_
 from hybrid3d.families import Config, family_of
 from hybrid3d.inputs.models import read_config
 from hybrid3d.planning.engine_queries import ProgressCallback, synced_shapes
-from hybrid3d.planning.hardware import hardware_of
+from hybrid3d.planning.hardware import MACHINES, hardware_of
 from hybrid3d.planning.memory import (
     MemoryEstimate,
     ParameterCounts,
@@ -28,6 +28,7 @@ from hybrid3d.rollout.probe import SlotDemand, slot_demands
 from hybrid3d.train.megatron.probe import expected_shapes, holdings_of_all, mtp_holdings, representative_layer_counts
 
 MAX_SUGGESTIONS = 3
+LARGER = "h200-8x400g"  # the machine that is suggested for more memory
 
 
 def check_memory(recipe: Recipe, config: Config, on_progress: ProgressCallback = lambda what: None) -> MemoryEstimate:
@@ -87,8 +88,8 @@ def _changes(recipe: Recipe) -> Iterator[dict[str, object]]:
     single += [{"train.tp": train.tp * 2, "train.dp": train.dp // 2}] if train.dp % 2 == 0 else []
     single += [{"train.cp": train.cp * n, "train.dp": train.dp // n} for n in (2, 4) if train.dp % n == 0]
     single += [{"train.dp": train.dp * n} for n in (2, 4)]
-    if recipe.machine.kind != "h200-8x400g" and recipe.machine.memory_gb is None:
-        single.append({"machine.kind": "h200-8x400g"})
+    if recipe.machine.memory_gb is None and hardware_of(recipe.machine).memory_bytes < MACHINES[LARGER].memory_bytes:
+        single.append({"machine.kind": LARGER})
     yield from single
     for first, second in itertools.combinations(single, 2):
         if not first.keys() & second.keys():

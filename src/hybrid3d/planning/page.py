@@ -11,6 +11,7 @@ from rich.text import Text
 
 from hybrid3d.config import Recipe
 from hybrid3d.planning.estimates import SyncTime
+from hybrid3d.planning.hardware import GB, TERA
 from hybrid3d.planning.memory import gb
 from hybrid3d.planning.report import PlanReport
 from hybrid3d.reshard.plan.placement import consecutive_slots
@@ -82,9 +83,23 @@ def _sentences(report: PlanReport) -> Text:
         f"{_quantized(report)}{_placement(report)}"
         f"staging    {traffic.staging / 2**20:.0f} MiB a rank; finalization {gb(traffic.finalize)} at most\n"
         f"{_samples(report)}"
+        f"machine    {_machine(report)}\n"
         f"seconds    {sync.seconds:.3f} on {report.recipe.machine.kind}: {_bottleneck(sync)}; "
         f"gathered: {report.gather_traffic.seconds(report.hardware):.3f}"
         f"{_changed(report)}{_adapters(report)}"
+    )
+
+
+def _machine(report: PlanReport) -> str:
+    """Return the numbers of a GPU with which seconds and memory are predicted."""
+    has = report.hardware
+    rates = f"{has.bf16_flops / TERA:,g} TFLOP/s in BF16" + (
+        f" and {has.fp8_flops / TERA:,g} in FP8" if has.fp8_flops else ""
+    )
+    return (
+        f"{report.recipe.machine.kind}: {gb(has.memory_bytes)} at {has.memory_bandwidth / GB:,g} GB/s; "
+        f"{has.nvlink_bandwidth / GB:,g} GB/s to its node and {has.network_bandwidth / GB:,g} GB/s to others in each "
+        f"direction; {rates}"
     )
 
 

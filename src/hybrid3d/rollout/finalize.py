@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention.attention import set_default_quant_scales
+from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.kv_cache import KVCacheScaleParameter
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
@@ -41,10 +43,6 @@ LiveTensors = dict[Module, dict[str, "torch.Tensor | None"]]
 
 MemoryFor = Callable[[torch.Tensor, "torch.Tensor | None"], torch.Tensor]
 """Returns memory for a meta tensor in loader layout, given the live tensor of the same name, if any."""
-
-
-# Scales of the KV cache that a quantized model's checkpoint may have, and the value that says that it has none.
-NO_SCALE = -1.0
 
 
 class Unit:
@@ -135,6 +133,7 @@ class OpenUnit:
                 raise RuntimeError(f"vLLM has moved {name} to other memory: it would not read what the sync writes")
         for module in self.unit.root.modules():
             _reset_cache_scales(module)
+            _forget_processing(module)
         for fill in self._fills:
             self.view(fill.view, fill.size).fill_(fill.value)
 
@@ -186,13 +185,23 @@ class OpenUnit:
 def _reset_cache_scales(module: Module) -> None:
     """Set the scales of a quantized model's KV cache to what they are where a checkpoint has none.
 
-    No loader writes them, and those of a model that was started with dummy weights are random.
+    No loader writes them, and those of a model that was started with dummy weights are random. Without the parameters
+    from which vLLM would set them it leaves them, and does not wait for a GPU to read these.
     """
-    scales = [tensor for tensor in module._parameters.values() if isinstance(tensor, KVCacheScaleParameter)]
+    scales = [name for name, tensor in module._parameters.items() if isinstance(tensor, KVCacheScaleParameter)]
     if scales:
         set_default_quant_scales(module)
-    for scale in scales:
-        scale.data.fill_(NO_SCALE)
+    for name in scales:
+        del module._parameters[name]
+
+
+def _forget_processing(module: Module) -> None:
+    """Have vLLM process a quantized module once more: of some methods it notes that it has, and does nothing then.
+
+    With a layout like the loader's, unprocessed weights would be taken for processed ones.
+    """
+    if module._parameters and isinstance(getattr(module, "quant_method", None), QuantizeMethodBase):
+        vars(module).pop("_already_called_process_weights_after_loading", None)
 
 
 def _attributes_of(module: Module) -> dict[str, torch.Tensor]:
@@ -263,6 +272,26 @@ def allocate_on_meta() -> MemoryFor:
         return tied.setdefault(key, torch.empty_like(loader, device="meta"))
 
     return memory_for
+
+
+def padding_of(module: Module, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return views of what vLLM adds to experts' weights for the kernels of some GPUs, and clears as it processes them.
+
+    That is FlashInfer's block layout on Blackwell, which has whole blocks of 128 of an expert's width.
+
+    Args:
+        name: of the tensor within the module.
+        tensor: in loader layout, w13 as [experts, gate and up, hidden], w2 as [experts, hidden, width].
+    """
+    method = getattr(module, "quant_method", None)
+    if not isinstance(method, UnquantizedFusedMoEMethod) or name not in ("w13_weight", "w2_weight"):
+        return ()
+    padded, width = method.moe.intermediate_size_per_partition, method.moe.intermediate_size_per_partition_unpadded
+    if width is None or padded <= width:
+        return ()
+    if name == "w2_weight":
+        return (tensor[:, :, width:],)
+    return tuple(part[:, width:] for part in tensor.split(padded, 1))
 
 
 def _extent(tensor: torch.Tensor) -> int:

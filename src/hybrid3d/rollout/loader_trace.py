@@ -30,10 +30,15 @@ class UnsupportedLoader(UnsupportedModel):
 
 @dataclass(frozen=True)
 class Destination:
-    """A parameter or buffer in loader layout: that in which the loader writes it."""
+    """A parameter or buffer in loader layout: that in which the loader writes it.
+
+    Attributes:
+        padding: views of it that no loader writes, because vLLM clears them when it processes the tensor.
+    """
 
     name: str
     tensor: torch.Tensor
+    padding: tuple[torch.Tensor, ...] = ()
 
 
 class _TracedTensor(torch.Tensor):
@@ -136,6 +141,10 @@ class _LoadRecorder(TorchDispatchMode):
         """Return the destination under whose name writes to the same memory are recorded."""
         return self._destination_by_storage[destination.tensor.untyped_storage()._cdata]
 
+    def padding_of(self, destination: Destination) -> list[tuple[View, Shape]]:
+        """Return the views of a destination that count as written, and their sizes."""
+        return [(self._view(padding), tuple(padding.shape)) for padding in destination.padding]
+
     def _destination(self, tensor: torch.Tensor) -> Destination | None:
         return self._destination_by_storage.get(tensor.untyped_storage()._cdata)
 
@@ -218,7 +227,7 @@ def _check_written(recorder: _LoadRecorder, destinations: list[Destination]) -> 
         d = recorder.first_of_tied(destination)
         if d.name not in writes and not isinstance(d.tensor, torch.nn.Parameter):
             continue
-        times, run = _count_writes(d.tensor, writes.get(d.name, []))
+        times, run = _count_writes(d.tensor, [*writes.get(d.name, []), *recorder.padding_of(d)])
         if not bool((times == 1).all()):
             problems[d.name] = (
                 f"  {d.name}: of {d.tensor.numel()} elements {int((times == 0).sum()) * run} are left unwritten, "

@@ -22,6 +22,7 @@ from hybrid3d.reshard.plan.layout import ITEMSIZE, Demand, Fill, Piece, Shape
 from hybrid3d.rollout.finalize import (
     OpenUnit,
     allocate_on_meta,
+    padding_of,
     swap_back,
     swap_in_loader_layout,
     tensors_of,
@@ -129,8 +130,8 @@ class VllmSink(EngineSink):
         live = swap_in_loader_layout(model, allocate_on_meta())
         try:
             destinations = [
-                Destination(name, tensor)
-                for name, _, key, tensor in tensors_of(model)
+                Destination(name, tensor, padding_of(module, key, tensor))
+                for name, module, key, tensor in tensors_of(model)
                 if key not in DERIVED_PARAMETERS and not isinstance(tensor, KVCacheScaleParameter)
             ]
             with set_current_vllm_config(vllm_config):

@@ -277,6 +277,9 @@ class Sync:
             (`lora.sync=merged`) it needs `always`, and a copy of the sums that were sent.
         shared_memory: With `auto`, ranks of one node on CPU read messages in the sender's memory, where the operating
             system allows it. With `never`, all messages are sent.
+        transport: What sends messages: with `collective`, NCCL on GPUs and gloo on CPUs; with `nixl`, NVIDIA's library
+            of that name, by which a rank writes them into the memory of another one. It must be installed:
+            `pip install --no-deps -r requirements/nixl.txt`.
     """
 
     bucket_mib: Mebibytes = 64.0
@@ -284,6 +287,7 @@ class Sync:
     overlap: bool = True
     delta: Literal["auto", "always", "never"] = "auto"
     shared_memory: Literal["auto", "never"] = "auto"
+    transport: Literal["collective", "nixl"] = "collective"
 
     @property
     def bucket_bytes(self) -> int:
@@ -312,7 +316,8 @@ class Machine:
     Attributes:
         gpus_per_node: Ranks per node. A sync prefers to receive from ranks of the same node, and what several of them
             lack reaches the node once.
-        kind: A machine type that `hybrid3d plan` knows.
+        kind: A GPU and its links, whose published numbers `hybrid3d plan` knows (`docs/planning.md`). Longer names say
+            how many of them a node has, and the rate of the network adapter of each.
         memory_gb: Memory of a GPU; `null`: that of `kind`.
         copies_gb_per_s: Memory bandwidth of a GPU for copies, reads plus writes; `null`: that of `kind`.
         nvlink_gb_per_s: Bandwidth between GPUs of one node; `null`: that of `kind`.
@@ -320,7 +325,9 @@ class Machine:
     """
 
     gpus_per_node: Ranks = 8
-    kind: Literal["a100-8x200g", "h100-8x400g", "h200-8x400g"] = "h100-8x400g"
+    kind: Literal["a100-8x200g", "h100-8x400g", "h200-8x400g", "a100", "h100", "h200", "b200", "gb200", "mi300x"] = (
+        "h100-8x400g"
+    )
     memory_gb: Positive | None = None
     copies_gb_per_s: Positive | None = None
     nvlink_gb_per_s: Positive | None = None
