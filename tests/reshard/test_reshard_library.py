@@ -133,7 +133,7 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=str)
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_exchange_gives_back_what_it_takes(alone: dist.ProcessGroup, value: Any) -> None:
     assert JsonExchange(alone).unique(value) == [([0], value)]
     assert JsonExchange(alone, [7]).unique(value) == [([7], value)]
