@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +95,9 @@ def test_methods_of_other_trainers_move_every_bit_and_required_bytes(tmp_path: P
     found = json.loads(python(tmp_path, *launcher, *script, *arguments.split()))
     check(found, "gather", "packed_broadcast", "trainer_gather", "delta", "gathered_delta")
     check_other_methods(found, config=json.loads((tmp_path / "runs/bench-mixtral-8x7b/model/config.json").read_text()))
-    assert set(NAMES) <= found["memory"].keys()
-    assert all(name in format_page(found) for name in NAMES.values())
+    run = {key: name for key, name in NAMES.items() if key != "over_nixl" or find_spec("nixl")}
+    assert run.keys() <= found["memory"].keys()
+    assert all(name in format_page(found) for name in run.values())
 
 
 @pytest.mark.slow
