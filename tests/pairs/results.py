@@ -9,13 +9,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from hybrid3d.engines.certificates import Certificate, certificates, vector_instructions
-from pairs.proof import PROVEN, names_of_proofs
+from pairs.proof import LAYOUTS, PROVEN, families, names_of_proofs
 from pairs.table import Pair
 
 PAGE = """\
 # Engines, and the pairs of them that are proven
 
-hybrid3d is written for ranges of its engines (`pyproject.toml`). Each row was run by `make engines` on CPUs: {proofs}.
+hybrid3d is written for ranges of its engines (`pyproject.toml`). Each row was run by `make engines` on CPUs:
+
+- `certify` of {families}, each in the layouts {layouts};
+- {others}.
+
 Certificates of them are in the package: `hybrid3d doctor` and `hybrid3d train` compare what is installed with these.
 A release that is not here yet is proven by one line in `tests/pairs/table.py` and `make engines`, about an hour.
 
@@ -47,7 +51,11 @@ def certify(pair: Pair, folder: Path) -> Certificate:
 def write_page(pairs: Iterable[Pair], page: Path) -> None:
     """Write docs/engines.md from the certificates of these pairs."""
     rows = ["| " + " | ".join(HEAD) + " |", "|---" * len(HEAD) + "|", *_rows(pairs)]
-    page.write_text(PAGE.format(proofs="; ".join(names_of_proofs()), rows="\n".join(rows)), encoding="utf-8")
+    others = "; ".join(name for name in names_of_proofs() if not name.startswith("certify "))
+    of_families = ", ".join(family for family, _, _ in families())
+    layouts = " and ".join(f"`{layout}`" for layout in LAYOUTS)
+    text = PAGE.format(families=of_families, layouts=layouts, others=others, rows="\n".join(rows))
+    page.write_text(text, encoding="utf-8")
 
 
 def _rows(pairs: Iterable[Pair]) -> Iterator[str]:
