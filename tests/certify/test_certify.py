@@ -14,7 +14,7 @@ from checkpoints import FAMILIES
 from commands import ROOT, hybrid3d
 from hybrid3d import cli
 from hybrid3d.certify.findings import CHECKS, Findings, describe_difference
-from hybrid3d.certify.task import shrunk
+from hybrid3d.certify.tiny_config import shrunk
 from hybrid3d.families import family_of
 from run_ranks import run_ranks
 

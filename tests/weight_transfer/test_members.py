@@ -151,8 +151,7 @@ def test_ranks_learn_why_vllm_refuses(ranks: int) -> None:
     for thread in threads:
         thread.join(60)
     expected = 'vLLM refuses: {"error": "Weight transfer not configured"}'
-    assert said[:1] == [expected]
-    assert len(said) == ranks
+    assert said == [expected] * ranks
     assert time.monotonic() - began < 30
 
 
@@ -214,15 +213,15 @@ def test_tensors_of_a_source_are_dropped_after_an_update() -> None:
 
 def test_variable_of_gloo_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OF_ANOTHER_THREAD", "0")
-    for before in ({}, {"GLOO_SOCKET_IFNAME": "eth7"}):
-        monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-        os.environ.update(before)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")  # before it is deleted, so that it is deleted in the end, too
+    for before in ({"GLOO_SOCKET_IFNAME": "eth7"}, dict[str, str]()):
+        if not before:
+            monkeypatch.delenv("GLOO_SOCKET_IFNAME")
         with _gloo_listens_at("lo"):
             assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
             os.environ["OF_ANOTHER_THREAD"] = "1"
         assert os.environ.get("GLOO_SOCKET_IFNAME") == before.get("GLOO_SOCKET_IFNAME")
         assert os.environ["OF_ANOTHER_THREAD"] == "1"
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
 
 
 def test_workers_that_do_not_come_are_counted() -> None:

@@ -77,7 +77,8 @@ def _prepare(options: argparse.Namespace) -> tuple[Recipe, RunFolder, Subject]:
         raise RecipeError("certify", [f"--rounds {options.rounds}: expected an integer from 1 to {MAX_ROUNDS:,}"])
     model = path_argument(options.model, "MODEL")
     touch_points.check_engines()
-    from hybrid3d.certify.task import Subject, raw_recipe, shrunk, with_model
+    from hybrid3d.certify.task import Subject, raw_recipe, with_model
+    from hybrid3d.certify.tiny_config import shrunk
     from hybrid3d.certify.tiny_models import write_config
     from hybrid3d.inputs.checks import check_model
     from hybrid3d.inputs.models import read_config

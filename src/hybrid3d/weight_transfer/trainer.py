@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -19,6 +20,7 @@ from hybrid3d.distributed import is_lost_peer
 from hybrid3d.reshard import NoSink, PlainSource
 from hybrid3d.weight_transfer import BACKEND, register
 from hybrid3d.weight_transfer.group import (
+    MEETING_POLL_SECONDS,
     REFUSED,
     Membership,
     Rendezvous,
@@ -151,6 +153,9 @@ class TrainerEngine(base.TrainerWeightTransferEngine):
         session, bucket_bytes = raw.get("session").decode(), info.bucket_mib * MIB
         where = Rendezvous(info.master_address, session, info.world_size, device.type, info.timeout, bucket_bytes)
         store = PrefixStore(session, raw)
+        store.add("joined", 1)
+        # vLLM is asked once all ranks are there: each learns why it refuses, and none waits for a store that is gone
+        meet(store, "joined", info.num_trainer_ranks, info.timeout)
         if info.is_sender:
             for_workers = WorkerInitInfo(
                 master_address=info.master_address,
@@ -163,7 +168,6 @@ class TrainerEngine(base.TrainerWeightTransferEngine):
                 bucket_bytes=bucket_bytes,
             )
             self._call(self.client.init_weight_transfer_engine, asdict(for_workers))
-        store.add("joined", 1)
         meet(store, "joined", info.world_size, info.timeout, lambda: self._pass_on_refusal(store))
         if info.is_sender:
             raw.delete_key("session")  # a rank that connects anew too early would join it
@@ -224,9 +228,17 @@ class TrainerEngine(base.TrainerWeightTransferEngine):
                 raise TransferFailed(f"vLLM has not answered within {self._info.timeout:g} s") from None
 
     def _pass_on_refusal(self, store: Store) -> None:
-        """Tell the other members that vLLM has refused rank 0's call."""
-        if self.is_sender and self._answer.done() and (error := self._answer.exception()):
+        """Tell the other members that vLLM has refused rank 0's call; the store is kept until the ranks know."""
+        if not self.is_sender:
+            if store.check([REFUSED]):
+                refusal = store.get(REFUSED).decode()
+                store.add("told", 1)
+                raise TransferFailed(refusal)
+        elif self._answer.done() and (error := self._answer.exception()):
             store.set(REFUSED, str(error))
+            end = time.monotonic() + ANSWER_SECONDS
+            while store.add("told", 0) < self._info.num_trainer_ranks - 1 and time.monotonic() < end:
+                time.sleep(MEETING_POLL_SECONDS)
 
     def _attempt(self, work: Callable[[], None]) -> None:
         """Do the work, or leave the workers and say why it failed."""
