@@ -9,7 +9,7 @@ FROM nvcr.io/nvidia/pytorch:25.11-py3
 
 # tests/house/test_dockerfile.py compares these with requirements/gpu.txt, by which everything else is installed.
 ARG TORCH_VERSION=2.13.0
-ARG TE_VERSION=2.11.0
+ARG TE_VERSION=2.20.2
 # Apex is not on PyPI. Others have compiled this commit with CUDA 13 and torch 2.12 and 2.13.
 ARG APEX_COMMIT=becbb77cea4cb54f2929f7c938a0a6f7dd1fdc39
 # A100; H100 and H200; B200. Not called TORCH_CUDA_ARCH_LIST, because the image sets that variable, which would win.
@@ -32,8 +32,9 @@ RUN python3 -m venv --without-pip $VIRTUAL_ENV \
 RUN pip install "setuptools>=78.1.1,<81" wheel==0.48.0 packaging ninja pybind11 torch==$TORCH_VERSION
 
 # Compiled here, because in this image Transformer Engine would otherwise look for a wheel for the image's own PyTorch.
-# Its setup.py imports torch, which is therefore installed above and not isolated from the build.
-RUN NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE \
+# Its setup.py imports torch, which is therefore installed above and not isolated from the build. NCCL's own kernels for
+# expert parallelism, which Megatron does not call, would need the headers of the NCCL that torch was built with.
+RUN NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_WITH_NCCL_EP=0 \
     pip install --no-build-isolation "transformer-engine[core_cu13,pytorch]==$TE_VERSION"
 
 # Accumulates gradients of the output layer in place (fused_weight_gradient_mlp_cuda); fused Adam where TE has none.

@@ -20,9 +20,12 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).resolve().parents[2]
-# What transformer-engine-torch 2.11.0 asks for beside torch and the core library (PKG-INFO of its sources). It exists
+# What transformer-engine-torch 2.20.2 asks for beside torch and the core library (PKG-INFO of its sources). It exists
 # as sources only, whose metadata cannot be read without torch's CUDA build.
-TE_TORCH_REQUIRES = ("einops", "onnxscript", "onnx", "packaging", "pydantic")
+TE_TORCH_REQUIRES = (
+    *("einops", "onnxscript", "onnx", "packaging", "pydantic", "nvdlfw-inspect"),
+    "nvidia-cudnn-frontend>=1.29.0",
+)
 
 ADDS_PACKAGES = ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "PIP_CONSTRAINT", "PIP_NO_INDEX", "PIP_REQUIRE_VIRTUALENV")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,9 @@ import pytest
 import torch
 
 from checkpoints import FAMILIES
-from hybrid3d.config import Train
+from commands import ROOT
+from hybrid3d.config import RecipeError, Train, load_recipe
+from hybrid3d.inputs import checks
 
 pytestmark = [pytest.mark.engines]
 
@@ -200,3 +204,27 @@ def test_grouped_experts_are_the_same_pieces(family: str, rank: int, tiny_checkp
     assert "stage0.decoder.layers.3.mlp.experts.linear_fc1.weight1" in grouped.tensors
     assert any(piece.name.startswith("model.layers.4.mlp.experts.") for piece in grouped.pieces) == with_mtp
     assert not any("local_experts" in name or "_extra_state" in name for name in grouped.tensors)
+
+
+@pytest.mark.parametrize(
+    ("megatron", "transformer_engine", "is_refused"),
+    [("0.16.1", "2.12.0", False), ("0.16.1", "2.13.0", True), ("0.17.1", "2.20.2", False), ("0.16.1", None, False)],
+)
+def test_versions_that_leave_shards_of_experts_unmarked_are_refused(
+    monkeypatch: pytest.MonkeyPatch, megatron: str, transformer_engine: str | None, is_refused: bool
+) -> None:
+    """Megatron 0.17 marks them itself, as its comments say, since Transformer Engine 2.13 does not any more."""
+
+    def version(name: str) -> str:
+        if name == "transformer-engine" and transformer_engine is None:
+            raise PackageNotFoundError
+        return {"megatron-core": megatron, "transformer-engine": transformer_engine or ""}[name]
+
+    monkeypatch.setattr(checks, "version", version)
+    recipe = load_recipe(ROOT / "recipes/demo-cpu.yaml", [])
+    with pytest.raises(RecipeError) if is_refused else nullcontext() as raised:
+        checks._check_marks_of_experts(recipe)
+    if raised is not None:
+        (problem,) = raised.value.problems
+        assert "megatron-core 0.16.1 with transformer-engine 2.13.0: neither marks" in problem
+        assert "install megatron-core 0.17 or newer (Python 3.12 or newer), or transformer-engine <2.13" in problem

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 MEGATRON = "megatron-core >=0.16.1,<0.20"
-TRANSFORMER_ENGINE = "transformer-engine >=2.9,<2.12"
+TRANSFORMER_ENGINE = "transformer-engine >=2.9,<2.21"
 VLLM = "vllm >=0.31,<0.34"
 
 Kind = Literal["arithmetic", "engine", "definition", "not_built"]

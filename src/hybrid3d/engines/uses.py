@@ -20,8 +20,8 @@ from hybrid3d.engines.syntax import bindings, class_name, decorators_of, last_na
 from hybrid3d.engines.usage import CALLED, OVERRIDDEN, PACKAGES, SUBCLASSED, USED, Subclass, Use, Uses
 
 SOURCES = Path(__file__).resolve().parent.parent
-ROOMS = ("train", "rollout")  # the only ones that import engines
-DECLARING = ("patches.py", "touched.py")
+ROOMS = ("train", "rollout", "weight_transfer")  # the only ones that import engines
+DECLARING = ("patches.py", "touched.py", "hold.py")
 
 
 Meaning: TypeAlias = tuple[str, bool] | None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 from hybrid3d.config import ModelShape, Recipe, RecipeError, check_layout
 from hybrid3d.families import family_of
@@ -30,6 +32,8 @@ def check_model(recipe: Recipe, planned: bool = False) -> dict[str, Any]:
     _check_mtp(recipe, len(family.mtp_layers(config)))
     if not planned and torch.cuda.is_available():
         _check_transformer_engine(recipe)
+        if shape.experts is not None:
+            _check_marks_of_experts(recipe)
     return config
 
 
@@ -69,3 +73,24 @@ def _check_transformer_engine(recipe: Recipe) -> None:
         )
     if problems:
         raise RecipeError(recipe.name, problems)
+
+
+def _check_marks_of_experts(recipe: Recipe) -> None:
+    """Check that Megatron or Transformer Engine marks experts' weights as shards, or norms of gradients would be wrong.
+
+    Megatron-Core does since 0.17; Transformer Engine does until 2.12 (comments in Megatron's `TEGroupedLinear`).
+    """
+    try:
+        engine = version("transformer-engine")
+    except PackageNotFoundError:
+        return
+    megatron = version("megatron-core")
+    if Version(megatron) < Version("0.17") and Version(engine) >= Version("2.13"):
+        raise RecipeError(
+            recipe.name,
+            [
+                f"megatron-core {megatron} with transformer-engine {engine}: neither marks the weights of experts as "
+                "shards, so that norms of gradients would be wrong without a word: install megatron-core 0.17 or newer "
+                "(Python 3.12 or newer), or transformer-engine <2.13"
+            ],
+        )
