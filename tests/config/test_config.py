@@ -468,7 +468,7 @@ def test_required_keys_of_missing_sections_are_named(load: Any) -> None:
         ),
         (
             "rollout.quantization=fp8",
-            "rollout.quantization=fp8: vLLM 0.32.0 computes with weights in FP8 in bfloat16, and model.dtype=float32: "
+            "rollout.quantization=fp8: vLLM computes with weights in FP8 in bfloat16, and model.dtype=float32: "
             "set model.dtype=bfloat16, or leave rollout.quantization out",
         ),
         (

@@ -232,7 +232,7 @@ def test_router_replay_is_refused_where_no_experts_can_be_replayed(tmp_path: Pat
     kept = [*partial, "async.keep_cache=true", "rollout.sleep=false"]
     assert problems(tmp_path, RL, *partial, replay) == problems(tmp_path, RL, *kept) == []
     assert problems(tmp_path, RL, *kept, replay) == [
-        "train.router_replay=rollout: vLLM 0.32.0 returns experts only with its prefix cache, which "
+        "train.router_replay=rollout: vLLM returns experts only with its prefix cache, which "
         "async.keep_cache=true turns off: leave async.keep_cache out, or set train.router_replay=old"
     ]
 

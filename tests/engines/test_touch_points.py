@@ -20,6 +20,7 @@ from hybrid3d.cli import touch_points as commands
 from hybrid3d.doctor import packages
 from hybrid3d.doctor.finding import CANNOT_START, SLOW
 from hybrid3d.engines import installed, touch_points
+from hybrid3d.engines.certificates import standing_of_installed
 from hybrid3d.engines.compare import Finding, Problem, Report, compare
 from hybrid3d.engines.installed import Copy, copies_in, installed_copies
 from hybrid3d.engines.records import digest_of, known_versions, nearest_record, read_record, write_record
@@ -123,11 +124,11 @@ REFUSED = [  # what was changed, where, and the name and the problem that must b
         "megatron-core",
         TREES + "tensor_parallel/cross_entropy.py",
         (
-            "def vocab_parallel_cross_entropy(vocab_parallel_logits, target, ",
-            "def vocab_parallel_cross_entropy(vocab_parallel_logits, target, group, ",
+            "def vocab_parallel_cross_entropy(",
+            "def vocab_parallel_cross_entropy(group, ",
         ),
         (Problem.UNFIT, CORE + "tensor_parallel.vocab_parallel_cross_entropy"),
-        "requires group, which is not given",
+        "requires target, which is not given",
         id="parameter required",
     ),
     pytest.param(
@@ -256,7 +257,7 @@ def test_doctor_says_what_differs(check: Check, after: str, severity: str | None
         "def _process_memory() -> int:\n",
         after,
     )
-    found = [*packages._compare_sources(Requirement("megatron-core==0.16.1"), report)]
+    found = [*packages._compare_sources(Requirement(f"megatron-core=={report.copy.version}"), report)]
     assert [one.severity for one in found] == ([severity] if severity else [])
     for one in found:
         assert f"{said}{CORE}dist_checkpointing.strategies.filesystem_async._process_memory" in one.found
@@ -286,7 +287,8 @@ def test_installed_engines_are_as_recorded(monkeypatch: pytest.MonkeyPatch, uses
         assert len(replaced) > 10
         assert report.names > 200
     monkeypatch.setattr(touch_points, "compare_installed", lambda: reports)
-    assert touch_points.check_installed() == []
+    standing = standing_of_installed(touch_points.digests(reports))
+    assert touch_points.check_installed() == ([] if standing.status == "certified" else [standing.text])
 
 
 @pytest.mark.parametrize(
@@ -423,6 +425,14 @@ def test_certify_refuses_an_engine_too(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr(commands, "check_installed", refuse)
     assert cli.main(["certify", "nowhere"]) == cli.MISTAKE
     assert capsys.readouterr().err == "it is missing\n"
+
+
+def test_mistake_is_told_without_warnings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(commands, "check_installed", lambda: ["this pair is not proven"])
+    assert cli.main(["certify", "nowhere"]) == cli.MISTAKE
+    assert "not proven" not in capsys.readouterr().err
+    commands.print_warnings(commands.check_engines())
+    assert capsys.readouterr().err == "this pair is not proven\n"
 
 
 @pytest.mark.parametrize(("local_rank", "checks"), [("0", True), ("1", False)])

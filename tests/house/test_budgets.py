@@ -21,13 +21,13 @@ assert SPEC.loader is not None
 structure = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(structure)
 
-FILES, LINES = 375, 59190  # of the package
+FILES, LINES = 376, 59240  # of the package
 LINES_OF_ROOM = {
     "__init__": 10,
     "__main__": 10,
     "bench": 1700,
     "certify": 800,
-    "cli": 1340,
+    "cli": 1350,
     "config": 3620,
     "distributed": 400,
     "doctor": 3570,
@@ -35,7 +35,7 @@ LINES_OF_ROOM = {
     "errors": 40,
     "families": 1260,
     "generation": 3740,
-    "inputs": 1070,
+    "inputs": 1100,
     "launch": 2320,
     "launch_environment": 320,
     "ledger": 120,
@@ -54,10 +54,10 @@ LINES_OF_ROOM = {
     "train": 4790,
     "trainer": 3100,
     "watch": 950,
-    "weight_transfer": 1090,
+    "weight_transfer": 1100,
     "workers": 1410,
 }
-IMPORTS = 0.0788  # the share of lines that imports take; 0.065 is aimed at
+IMPORTS = 0.0787  # the share of lines that imports take; 0.065 is aimed at
 NONE = {
     "bench": 34,
     "certify": 13,
@@ -68,7 +68,7 @@ NONE = {
     "engines": 81,
     "families": 21,
     "generation": 102,
-    "inputs": 35,
+    "inputs": 36,
     "launch": 47,
     "launch_environment": 4,
     "patches": 1,

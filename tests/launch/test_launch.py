@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from hybrid3d import distributed
+from hybrid3d import distributed, launch_environment
 from hybrid3d.config import Recipe, RecipeError, load_recipe
 from hybrid3d.launch import launcher, rendezvous
 from hybrid3d.launch.launcher import supervise
@@ -244,6 +244,9 @@ def test_restart_finds_nothing_of_what_was_before(monkeypatch: pytest.MonkeyPatc
     ours = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "RANK": "0", "WORLD_SIZE": "1"}
     for name, value in {**ours, "TORCHELASTIC_USE_AGENT_STORE": "True", rendezvous.RENDEZVOUS_SECONDS: "1"}.items():
         monkeypatch.setenv(name, value)
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", launch_environment.ADDRESS):  # which `meet` sets
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     rendezvous.meet({}).set("left", "behind")
     assert rendezvous.meet({}).check(["left"])
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")

@@ -76,7 +76,11 @@ def of_megatron(rows: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """A rank's share of rows as Megatron's own training loop takes it; without groups it sees one rank."""
     from megatron.core import utils
 
-    with mock.patch.multiple(utils, get_pg_size=lambda group: group.size(), get_pg_rank=lambda group: group.rank()):
+    size, rank = (lambda group: group.size()), (lambda group: group.rank())
+    with (
+        mock.patch.multiple(utils, get_pg_size=size, get_pg_rank=rank),
+        mock.patch.multiple(torch.distributed, get_world_size=size, get_rank=rank),  # what Megatron-Core 0.19 asks
+    ):
         return utils.get_batch_on_this_cp_rank({"tokens": rows}, ranks)["tokens"]
 
 

@@ -76,7 +76,7 @@ def _prepare(options: argparse.Namespace) -> tuple[Recipe, RunFolder, Subject]:
     if not 1 <= options.rounds <= MAX_ROUNDS:
         raise RecipeError("certify", [f"--rounds {options.rounds}: expected an integer from 1 to {MAX_ROUNDS:,}"])
     model = path_argument(options.model, "MODEL")
-    touch_points.check_engines()
+    warnings = touch_points.check_engines()
     from hybrid3d.certify.task import Subject, raw_recipe, with_model
     from hybrid3d.certify.tiny_config import shrunk
     from hybrid3d.certify.tiny_models import write_config
@@ -104,6 +104,7 @@ def _prepare(options: argparse.Namespace) -> tuple[Recipe, RunFolder, Subject]:
             write_config(folder.path / "model", tiny)
         check_layout_early(recipe)
         check_model(recipe)
+    touch_points.print_warnings(warnings)
     return recipe, folder, Subject(options.model, tiny)
 
 

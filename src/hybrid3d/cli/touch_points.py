@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -16,15 +17,20 @@ from hybrid3d.errors import UserMistake
 from hybrid3d.launch_environment import CHECKED
 
 
-def check_engines() -> None:
-    """Check the installed engines' sources before ranks start, once on each node; print what has changed to stderr.
+def check_engines() -> list[str]:
+    """Check the installed engines' sources before ranks start, once on each node; return what to warn of.
 
     Raises:
         UserMistake: hybrid3d does not work with one of them.
     """
     if CHECKED in os.environ or (launch_environment.under_launcher() and launch_environment.local_rank() != 0):
-        return
-    for text in check_installed():
+        return []
+    return check_installed()
+
+
+def print_warnings(texts: Iterable[str]) -> None:
+    """Print what to warn of to stderr: after all checks, so that a mistake is told alone."""
+    for text in texts:
         make_console(stderr=True).print(text, style="yellow", highlight=False, markup=False, soft_wrap=True)
 
 

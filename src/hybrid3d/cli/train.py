@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from hybrid3d import launch_environment
 from hybrid3d.cli.starting import launch_ranks, lock_run, run_as_rank, set_device_connections
 from hybrid3d.cli.terminal import DONE, Commands, add_recipe, make_console
-from hybrid3d.cli.touch_points import check_engines
+from hybrid3d.cli.touch_points import check_engines, print_warnings
 from hybrid3d.config import Recipe, check_layout_early, load_recipe
 from hybrid3d.launch.data_checks import check_data_early
 from hybrid3d.launch_environment import CHECKED
@@ -37,7 +37,7 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     if CHECKED not in os.environ:
         check_layout_early(recipe)
         check_data_early(recipe)
-        check_engines()
+        warnings = check_engines()
         from hybrid3d.launch.launcher import check_devices
         from hybrid3d.launch.preflight import check_ray, check_run
         from hybrid3d.run.live_settings import check_schedule
@@ -48,6 +48,7 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
             check_devices(recipe)
         check_run(recipe)
         check_schedule(recipe)
+        print_warnings(warnings)
     console = make_console()
     if launch_environment.under_launcher():
         from hybrid3d.trainer import start

@@ -160,6 +160,6 @@ def check_router_replay(recipe: Recipe) -> Iterator[Refusal]:
         yield by_engine(
             VLLM,
             "train.router_replay async.keep_cache",
-            f"train.router_replay={replay}: vLLM 0.32.0 returns experts only with its prefix cache, which "
+            f"train.router_replay={replay}: vLLM returns experts only with its prefix cache, which "
             "async.keep_cache=true turns off: leave async.keep_cache out, or set train.router_replay=old",
         )

@@ -72,14 +72,14 @@ def _check_support(recipe: Recipe, model: ModelShape, device: Device | None) -> 
         yield by_engine(
             VLLM,
             "rollout.expert_parallel",
-            "rollout.expert_parallel=true: vLLM 0.32.0 does not support expert parallelism on CPU",
+            "rollout.expert_parallel=true: vLLM does not support expert parallelism on CPU",
             "the only valid value here is false, which shards experts over rollout.tp",
         )
     if recipe.syncs_adapters and model.experts is not None and device == "cpu":
-        message = "lora.sync=adapter: vLLM 0.32.0 has no adapters of models with experts on CPU"
+        message = "lora.sync=adapter: vLLM has no adapters of models with experts on CPU"
         yield by_engine(VLLM, "lora.sync", message, "the only valid value here is merged")
     if recipe.syncs_adapters and recipe.model.dtype == "float32" and device == "cuda":
-        message = "lora.sync=adapter: with model.dtype=float32 vLLM 0.32.0 has no adapters on GPUs"
+        message = "lora.sync=adapter: with model.dtype=float32 vLLM has no adapters on GPUs"
         yield by_engine(VLLM, "lora.sync model.dtype", message, "set model.dtype=bfloat16, or lora.sync=merged")
     if train.fp8 != "none" and device == "cpu":
         message = f"train.fp8={train.fp8}: Transformer Engine multiplies in FP8, on GPUs only"

@@ -26,7 +26,7 @@ def check_quantization(recipe: Recipe) -> Iterator[Refusal]:
         yield by_engine(
             VLLM,
             "rollout.quantization model.dtype",
-            f"{setting}: vLLM 0.32.0 computes with weights in FP8 in bfloat16, and model.dtype={recipe.model.dtype}: "
+            f"{setting}: vLLM computes with weights in FP8 in bfloat16, and model.dtype={recipe.model.dtype}: "
             "set model.dtype=bfloat16, or leave rollout.quantization out",
         )
     if recipe.syncs_adapters:

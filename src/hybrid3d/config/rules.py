@@ -144,7 +144,7 @@ def _check_lora(recipe: Recipe) -> Iterator[Refusal]:
             VLLM,
             "lora.sync rollout.dp",
             f"lora.sync=adapter: rollout.dp={recipe.rollout.dp} joins engines, and while one of them waits for the "
-            "others vLLM 0.32.0 removes all adapters: set lora.sync=merged, or rollout.dp=1",
+            "others vLLM removes all adapters: set lora.sync=merged, or rollout.dp=1",
         )
     if recipe.train.expert_bias_update_rate:
         yield definition(
