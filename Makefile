@@ -1,6 +1,7 @@
 # All targets use .venv, which the first target that needs it creates.
 PYTHON ?=
 VENV := .venv
+FLOOR := build/floor
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 STAMP := $(VENV)/.installed
@@ -13,8 +14,8 @@ SETUP_FILES := requirements/cpu.txt requirements/torch_build.py pyproject.toml
 TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE install-packages help setup demo demo-agent demo-llm docs gpu-check test test-fast test-all lint format \
-	audit-cuda engines clean
+.PHONY: FORCE install-packages help setup demo demo-agent demo-llm docs gpu-check test test-fast test-floor test-engines \
+	test-all lint format audit-cuda engines clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -91,6 +92,14 @@ test-fast: $(STAMP) ## the tests that start no processes and import no engine: 2
 
 test-all: lint docs $(DEMO_STAMP) $(RAY_STAMP) $(NIXL_STAMP) $(TRACKING_STAMP) ## lint, and all tests
 	$(BIN)/pytest
+	@$(MAKE) --no-print-directory test-floor
+
+test-floor: ## the tests of engines with the oldest Python and Megatron-Core, in build/floor
+	@mkdir -p $(dir $(FLOOR))
+	@$(MAKE) --no-print-directory test-engines VENV=$(FLOOR) PYTHON=3.11
+
+test-engines: $(STAMP)
+	$(BIN)/pytest -m "engines and not slow" $(TWO_AT_A_TIME)
 
 lint: $(STAMP) ## ruff check, ruff format --check, mypy
 	$(BIN)/ruff check .

@@ -32,11 +32,15 @@ find_minor() { # print an interpreter of Python 3.$1, and set version
 install="install one, as with \"uv python install 3.${MINORS%% *}\" or \"pyenv install 3.${MINORS%% *}\""
 needs="hybrid3d needs Python 3.${MINORS##* } to 3.${MINORS%% *} (CPython, with venv and ensurepip)"
 if [ -n "$wanted" ]; then
+	missing="no such interpreter"
 	case $wanted in
-	3.[0-9] | 3.[0-9][0-9]) ! find_minor "${wanted#3.}" || wanted=$found ;;
+	3.[0-9] | 3.[0-9][0-9])
+		missing="none that fits on the path, in pyenv or in uv"
+		! find_minor "${wanted#3.}" || wanted=$found
+		;;
 	esac
 	if ! version=$(version_of "$wanted"); then
-		echo "$needs, but PYTHON=$wanted is ${version:-no such interpreter}: leave PYTHON out to take the newest that" \
+		echo "$needs, but PYTHON=$wanted is ${version:-$missing}: leave PYTHON out to take the newest that" \
 			"fits, or $install" >&2
 		exit 1
 	fi

@@ -26,7 +26,7 @@ def test_ci_runs_what_the_repository_runs() -> None:
     assert last["run"] == ".ci/run"
     assert (ROOT / ".ci/run").stat().st_mode & 0o100
     assert all(action["uses"].rpartition("@v")[2].isdigit() for action in actions)  # pinned to a major version
-    assert [action["with"]["python-version"] for action in actions if "python" in action["uses"]] == ["3.11"]
+    assert [action["with"]["python-version"] for action in actions if "python" in action["uses"]] == ["3.13"]
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.stem)

@@ -186,7 +186,12 @@ def test_python_can_be_given_by_version_or_path(pythons: Pythons) -> None:
     for wanted in ("3.12", str(pythons.home / ".pyenv/versions/3.12.1/bin/python3.12")):
         assert pythons.choose(wanted)[:2] == (0, ".pyenv/versions/3.12.1/bin/python3.12")
     pythons.add("bin/python3.14", "3.14.0", fits=False)
-    for wanted, found in (("python3.14", "3.14.0"), ("3.11", "no such interpreter"), ("none", "no such interpreter")):
+    for wanted, found in (
+        ("python3.14", "3.14.0"),
+        ("3.14", "none that fits"),
+        ("3.11", "none that fits"),
+        ("none", "no such interpreter"),
+    ):
         code, chosen, said = pythons.choose(wanted)
         assert (code, chosen) == (1, "")
         assert (
