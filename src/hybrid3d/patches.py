@@ -103,11 +103,28 @@ def apply(patches: Iterable[Patch]) -> None:
     """Replace the targets of these patches for the rest of the process; call it once.
 
     Raises:
-        MissingTarget: a target is not in the installed version of its package.
+        MissingTarget: a target is not in the installed version of its package, or takes more than what replaces it.
     """
     for patch in patches:
         if patch.replacement is not None:
-            patch.replace(patch.replacement(patch.original()))
+            original = patch.original()
+            replacement = patch.replacement(original)
+            if missing := _parameters_without(original, replacement):
+                raise MissingTarget(
+                    f"{_installed(patch.package)}: {patch.target} takes {', '.join(missing)}, and what hybrid3d "
+                    f"replaces it by does not: install {patch.package}, as it is written for"
+                )
+            patch.replace(replacement)
+
+
+def _parameters_without(original: Any, replacement: Any) -> list[str]:
+    """Return the last parameters of a function that its replacement has no place for, by their number."""
+    if not (inspect.isfunction(original) and inspect.isfunction(replacement)):
+        return []
+    asked, taken = (inspect.signature(one).parameters for one in (original, replacement))
+    if any(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in taken.values()):
+        return []
+    return list(asked)[len(taken) :]
 
 
 def set_existing(package: str, owner: Any, **values: Any) -> None:
@@ -157,14 +174,17 @@ class GlooSharingThreads(dist.ProcessGroupGloo):
     _devices: ClassVar[list[Any]] = []
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, **more: Any):
-        """Take torch's arguments; `more` are those that torch has added since 2.14."""
+        """Take torch's arguments; with one that torch has added since 2.14 and that is set, threads are not shared."""
+        if any(more.values()):
+            super().__init__(store, rank, size, timeout=timeout, **more)  # no constructor takes both
+            return
         if not self._devices:
             interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
             made = [self.create_device(interface=name) for name in interfaces] or [self.create_default_device()]
             self._devices.extend(made)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices, options._threads, options._timeout = self._devices, 2 * len(self._devices), timeout
-        super().__init__(store, rank, size, options, **more)
+        super().__init__(store, rank, size, options)
 
 
 class ForeignObject(RuntimeError):
@@ -192,14 +212,18 @@ def unpickled(data: torch.Tensor) -> Any:
     return pickle.loads(content[:-SIGNATURE_BYTES])
 
 
-def _object_to_tensor(value: Any, device: torch.device, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, ...]:
-    """Replaces torch's function of this name."""
+def _object_to_tensor(
+    value: Any, device: torch.device, group: dist.ProcessGroup | None, weights_only: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """Replaces torch's function of this name; `weights_only` is of torch 2.15, and here all is signed instead."""
     data = pickled(value).to(device, copy=True)  # which can be resized, as torch does
     return data, torch.tensor([data.numel()], device=device)
 
 
-def _tensor_to_object(tensor: torch.Tensor, size: int, group: dist.ProcessGroup | None) -> Any:
-    """Replaces torch's function of this name."""
+def _tensor_to_object(
+    tensor: torch.Tensor, size: int, group: dist.ProcessGroup | None, weights_only: bool = False
+) -> Any:
+    """Replaces torch's function of this name, as `_object_to_tensor` does."""
     return unpickled(tensor.cpu()[: int(size)])
 
 

@@ -21,7 +21,7 @@ assert SPEC.loader is not None
 structure = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(structure)
 
-FILES, LINES = 376, 59240  # of the package
+FILES, LINES = 376, 59270  # of the package
 LINES_OF_ROOM = {
     "__init__": 10,
     "__main__": 10,
@@ -39,7 +39,7 @@ LINES_OF_ROOM = {
     "launch": 2320,
     "launch_environment": 320,
     "ledger": 120,
-    "patches": 240,
+    "patches": 270,
     "planning": 2410,
     "process": 230,
     "replay": 780,

@@ -9,9 +9,11 @@ import subprocess
 import sys
 import threading
 import tomllib
+from dataclasses import replace
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -189,7 +191,7 @@ def test_gloo_scatters_unequal_shares(dtype: torch.dtype) -> None:
     found: list[Any] = [None] * 4
 
     def run(rank: int) -> None:
-        group = patches.GlooSharingThreads(store, rank, 4, timedelta(seconds=60))
+        group = patches.GlooSharingThreads(store, rank, 4, timedelta(seconds=60), enable_reconfigure=False)
         found[rank] = mappings._reduce_scatter_along_first_dim(shares[rank].to(dtype), group, splits)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(4)]
@@ -200,3 +202,23 @@ def test_gloo_scatters_unequal_shares(dtype: torch.dtype) -> None:
     for one, expected in zip(found, sum(shares).split(splits), strict=True):  # sums are exact in either dtype
         assert one.dtype == dtype
         assert one.equal(expected.to(dtype))
+
+
+def test_replacement_that_takes_fewer_parameters_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of the function with which torch sends objects, which has taken `weights_only` since 2.15."""
+
+    def send(value: Any, device: Any, weights_only: bool = False) -> None: ...
+
+    def shorter(value: Any, device: Any) -> None: ...
+
+    def whatever(*given: Any, **named: Any) -> None: ...
+
+    module = ModuleType("changed")
+    module.send = send  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "changed", module)
+    patch = patches.Patch("changed.send", "torch>=2.13,<2.16", "It sends.", "a test", lambda original: shorter)
+    with pytest.raises(patches.MissingTarget, match=r"changed\.send takes weights_only, and what hybrid3d"):
+        patches.apply([patch])
+    assert module.send is send
+    patches.apply([replace(patch, replacement=lambda original: whatever)])
+    assert module.send is whatever

