@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar
 from unittest import mock
@@ -227,37 +226,29 @@ def _tensor_to_object(
     return unpickled(tensor.cpu()[: int(size)])
 
 
-def _instead(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that replaces the original, which it does not need."""
-    return function
+def _patch(target: str, reason: str, test: str, replacement: Callable[[Any], Any]) -> Patch:
+    return Patch(f"torch.distributed.distributed_c10d.{target}", TORCH_RANGE, reason, f"tests/{test}.py", replacement)
 
 
+SIGNED = (
+    "gloo's connections do not prove who is at their other end, and torch, Megatron and vLLM unpickle the objects that "
+    "come through them."
+)
 TORCH = (
-    Patch(
-        "torch.distributed.distributed_c10d.ProcessGroupGloo",
-        TORCH_RANGE,
+    _patch(
+        "ProcessGroupGloo",
         "Each group has threads of its own, which wake a hundred times a second though nothing happens; Megatron and "
         "vLLM make thirty groups and more.",
-        "tests/house/test_ranks.py",
+        "house/test_ranks",
         lambda original: GlooSharingThreads,
     ),
-    Patch(
-        "torch.distributed.distributed_c10d._get_default_timeout",
-        TORCH_RANGE,
+    _patch(
+        "_get_default_timeout",
         "Ranks that are late by its 10 or 30 minutes would be taken for lost in the groups of vLLM and of others that "
         "name no timeout.",
-        "tests/planning/test_process_groups.py",
+        "planning/test_process_groups",
         lambda original: default_timeout,
     ),
-    *(
-        Patch(
-            f"torch.distributed.distributed_c10d.{function.__name__}",
-            TORCH_RANGE,
-            "gloo's connections do not prove who is at their other end, and torch, Megatron and vLLM unpickle the "
-            "objects that come through them.",
-            "tests/house/test_ranks.py",
-            partial(_instead, function),
-        )
-        for function in (_object_to_tensor, _tensor_to_object)
-    ),
+    _patch("_object_to_tensor", SIGNED, "house/test_ranks", lambda original: _object_to_tensor),
+    _patch("_tensor_to_object", SIGNED, "house/test_ranks", lambda original: _tensor_to_object),
 )

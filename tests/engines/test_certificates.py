@@ -61,7 +61,7 @@ def test_status_follows_from_the_proofs() -> None:
     assert (PROVEN.status, PROVEN.reason) == ("certified", "")
     part = replace(PROVEN, missing=("resume of the floor's checkpoint",))
     assert (part.status, part.reason) == ("tried", "not run: resume of the floor's checkpoint")
-    failed = replace(part, proofs={"demo": "", "resume": "Traceback\nKeyError: 'end_wd'"})
+    failed = replace(part, proofs={"demo": "", "resume": "Traceback\nKeyError: 'end_wd'\nits log: logs/rank-0.log"})
     assert (failed.status, failed.reason) == ("known bad", "resume: KeyError: 'end_wd'")
 
 

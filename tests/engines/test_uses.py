@@ -174,13 +174,14 @@ def test_targets_of_patches_and_what_replaces_them(tmp_path: Path) -> None:
         "megatron.core.two": ("(c)", True),
         "vllm.three": ("(e)", False),
         "vllm.four": (None, False),
+        "torch.five": (None, False),
     }
 
 
 def test_transformer_engine_is_used_through_megatron_only() -> None:
     """Its own names would need an entry in `installed.ENGINES`."""
     uses = read_uses()
-    assert {use.name.partition(".")[0] for use in uses.names} == {"megatron", "vllm"}
+    assert {use.name.partition(".")[0] for use in uses.names} == {"megatron", "vllm", "torch"}
     assert len({use.name for use in uses.names}) > 500
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from commands import EXPERTS, ROOT, demo_folder, experts_folder, hybrid3d, is_time, python, read_rows
-from hybrid3d.engines.certificates import installed_versions
+from hybrid3d.engines.certificates import installed_versions, line_of_error
 from mtp_reference import make_mtp_checkpoint
 from pairs.table import FLOOR
 
@@ -227,7 +227,7 @@ def main() -> int:
         line = {"name": proof.name, "wrong": wrong, "seconds": round(time.monotonic() - start, 1)}
         with out.open("a") as file:
             file.write(json.dumps(line) + "\n")
-        said = wrong.splitlines()[-1] if wrong else "proven"
+        said = line_of_error(wrong) if wrong else "proven"
         print(f"{line['seconds']:6.1f} s  {proof.name}: {said}", flush=True)
     return 0
 

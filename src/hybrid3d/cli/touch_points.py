@@ -42,7 +42,7 @@ def run(places: list[str], as_json: bool, record: bool) -> int:
     """
     paths = [path_argument(place, "--touch-points") for place in places]
     reports = compare_places(paths) if paths else compare_installed()
-    if not reports:
+    if not paths and all(report.copy.engine.package == "torch" for report in reports):
         raise UserMistake("neither megatron-core nor vllm is installed: name a folder or a wheel that has one")
     written = [str(write_record(report.touched)) for report in reports if record and not report.refused]
     if as_json:

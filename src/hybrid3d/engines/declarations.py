@@ -74,7 +74,7 @@ class Declarations:
             }
             target = given.get("target")
             full = f"{prefix}{target.value!s}" if isinstance(target, ast.Constant) else ""
-            if not full.startswith(PACKAGES):
+            if not full.startswith((*PACKAGES, "torch")):
                 continue
             may_be_undefined = isinstance(flag := given.get("may_be_undefined"), ast.Constant) and flag.value is True
             name = names.get(id(node))

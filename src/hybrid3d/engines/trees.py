@@ -97,11 +97,6 @@ class Definition:
         is_function = isinstance(self.node, Function) and self.owner is not None
         return is_function and "staticmethod" not in decorators_of(self.node)
 
-    @property
-    def is_of_class(self) -> bool:
-        """Whether it is a class method, whose first parameter is given also where it is called by the class."""
-        return "classmethod" in decorators_of(self.node)
-
 
 Found = Definition | Unknown | None
 """What a name is; None where there is no such name."""
@@ -151,7 +146,7 @@ class Tree:
 
     def _read(self, name: str) -> Module | None:
         path = name.replace(".", "/")
-        for file, is_package in ((f"{path}.py", False), (f"{path}/__init__.py", True)):
+        for file, is_package in ((f"{path}.py", False), (f"{path}/__init__.py", True), (f"{path}.pyi", False)):
             text = self.text(file)
             if text is not None:
                 return self._parse(name, file, text, is_package)

@@ -20,7 +20,7 @@ from hybrid3d.engines.syntax import bindings, class_name, decorators_of, last_na
 from hybrid3d.engines.usage import CALLED, OVERRIDDEN, PACKAGES, SUBCLASSED, USED, Subclass, Use, Uses
 
 SOURCES = Path(__file__).resolve().parent.parent
-ROOMS = ("train", "rollout", "weight_transfer")  # the only ones that import engines
+PLACES = ("patches.py", "train/**/*.py", "rollout/**/*.py", "weight_transfer/**/*.py")  # the only ones with engines
 DECLARING = ("patches.py", "touched.py", "hold.py")
 
 
@@ -52,20 +52,19 @@ def read_uses(sources: Path = SOURCES) -> Uses:
     subclasses: list[Subclass] = []
     optional: set[str] = set()
     chosen: set[str] = set()
-    for room in ROOMS:
-        for file in sorted((sources / room).rglob("*.py")):
-            tree = ast.parse(file.read_text(encoding="utf-8"))
-            path = file.relative_to(sources).as_posix()
-            reader = _Reader(path, tree)
-            reader.visit(tree)
-            names += reader.uses
-            subclasses += reader.subclasses
-            optional |= {*_asked_for(tree)}
-            if file.name in DECLARING:
-                declared = Declarations(path, tree, sources)
-                names += declared.uses()
-                optional |= {*declared.optional}
-                chosen |= {*declared.chosen}
+    for file in (file for place in PLACES for file in sorted(sources.glob(place))):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        path = file.relative_to(sources).as_posix()
+        reader = _Reader(path, tree)
+        reader.visit(tree)
+        names += reader.uses
+        subclasses += reader.subclasses
+        optional |= {*_asked_for(tree)}
+        if file.name in DECLARING:
+            declared = Declarations(path, tree, sources)
+            names += declared.uses()
+            optional |= {*declared.optional}
+            chosen |= {*declared.chosen}
     names = [replace(one, is_optional=one.is_optional or _is_below(one.name, optional)) for one in names]
     kept = [one for one in names if one.by not in chosen]
     return Uses(tuple(kept), tuple(one for one in subclasses if one.name not in chosen))
