@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 from checkpoints import FAMILIES
+from commands import ROOT
 from hybrid3d.engines import certificates
 from hybrid3d.engines.certificates import Certificate
 from pairs import environment, results
@@ -23,6 +26,23 @@ def test_table_has_ten_pairs_and_begins_with_the_floor() -> None:
         assert {name: pins[name] for name in pair.versions.keys() - {"python"}} == {
             name: number for name, number in pair.versions.items() if name != "python"
         }
+
+
+def test_ends_of_ranges_are_certified() -> None:
+    """Proven is the first and the last minor version of each range in pyproject.toml, and each Python."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    proven = [one.versions for one in certificates.certificates() if one.status == "certified"]
+    python = "Programming Language :: Python :: "
+    told = {one.removeprefix(python) for one in project["classifiers"] if one.startswith(python)}
+    assert {versions["python"] for versions in proven} == {one for one in told if "." in one}
+    asked = map(Requirement, (*project["dependencies"], *project["optional-dependencies"]["gpu"]))
+    ranges = {one.name: one.specifier for one in asked if one.name in certificates.PACKAGES}
+    assert ranges.keys() == set(certificates.PACKAGES)
+    for name, specifier in ranges.items():
+        bounds = {one.operator: Version(one.version) for one in specifier}
+        found = {Version(versions[name]) for versions in proven}
+        assert min(found).release[:2] == bounds[">="].release[:2], name
+        assert (max(found).major, max(found).minor + 1) == bounds["<"].release[:2], name
 
 
 def test_proofs_have_eight_families_in_two_layouts_and_runs() -> None:
