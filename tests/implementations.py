@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hybrid3d.distributed import GroupExchange
+from hybrid3d.generation.agents.answers import AgentAnswers
 from hybrid3d.generation.engine import Engine
 from hybrid3d.generation.replicas import EngineReplicas, Replicas, ReplicaScorer
+from hybrid3d.generation.scheduler import Continuation
+from hybrid3d.generation.turns import Conversations
 from hybrid3d.reshard.ends import Exchange, NoSink, NoSource, PlainSink, PlainSource, WeightSink, WeightSource
 from hybrid3d.reshard.quantized import Quantized
 from hybrid3d.reshard.sources import Compared, Merged, Only
@@ -38,6 +43,7 @@ TRAINED_MODELS: tuple[type[TrainedModel], ...] = (Policy, ValueModel)
 POLICIES: tuple[type[PolicyModel], ...] = (Policy,)
 SCORING_MODELS: tuple[type[ScoringModel], ...] = (ValueModel,)
 ROLLOUT_ENGINES: tuple[type[Engine], ...] = (RolloutEngine,)
+CONTINUATIONS: tuple[type[Continuation[Any]], ...] = (Conversations, AgentAnswers)
 REPLICAS: tuple[type[Replicas], ...] = (EngineReplicas, Engines)
 SCORERS: tuple[type[Scorer], ...] = (FunctionScorer, ReplicaScorer, WorkerScorer, ModelScorer, Given, OfFirstRank)
 ROLES: tuple[type[Roles], ...] = (Colocated, TrainingRank)

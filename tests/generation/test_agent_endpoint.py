@@ -46,7 +46,8 @@ class Endpoint:
         self.client = httpx.Client(base_url=self.server.url, headers=self.key, timeout=30)
         self.closed = False
         example = Example(0, "1+1=", "2", tuple(self.tokenizer.encode("1+1=")))
-        self.sessions = self.pool.open([(example, seed) for seed in range(SESSIONS)], 0, Sampling())
+        self.sessions = [self.pool.open(example, seed, 0) for seed in range(SESSIONS)]
+        self.pool.serve(self.sessions, Sampling())
         self.longest_wait = 0.0
         self.thread = threading.Thread(target=self._generate, daemon=True)
         self.thread.start()
@@ -55,12 +56,12 @@ class Endpoint:
         ended: dict[int, Completion] = {}
         while not self.closed:
             begin = time.monotonic()
-            exchange = self.pool.exchange(ended, is_idle=False)
+            news = self.pool.follow(ended, is_idle=False)
             self.longest_wait = max(self.longest_wait, time.monotonic() - begin)
             letter = self.tokenizer.encode("5", add_special_tokens=False)[0]
             ended = {
                 number: Completion((letter,) * asked.max_new_tokens, (-1.0,) * asked.max_new_tokens, 0)
-                for number, asked in exchange.requests.items()
+                for number, asked in news.requests.items()
             }
             time.sleep(0.005)
 
@@ -139,7 +140,7 @@ def test_session_of_departed_client_is_offered_again_unharmed(endpoint: Endpoint
     time.sleep(1)
     taken = [endpoint.take() for _ in range(SESSIONS)]
     assert len({session["id"] for session in taken}) == SESSIONS
-    assert [(one.offers, one.failure, one.ended) for one in endpoint.sessions] == [(1, "", False)] * SESSIONS
+    assert [(one.offers, one.failure, one.done) for one in endpoint.sessions] == [(1, "", False)] * SESSIONS
 
 
 HALF, HUGE = "\ud800", 10**400

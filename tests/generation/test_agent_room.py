@@ -10,7 +10,8 @@ import pytest
 
 from hybrid3d.config import load_recipe
 from hybrid3d.generation.agents.history import Call, PromptTokens, RefusedCall
-from hybrid3d.generation.agents.sessions import Session, SessionPool, samples_of
+from hybrid3d.generation.agents.session import Session, samples_of
+from hybrid3d.generation.agents.sessions import SessionPool
 from hybrid3d.generation.engine import Completion, Sampling
 from hybrid3d.rl.data import Example
 from run_ranks import ROOT
@@ -38,16 +39,17 @@ class Agent:
         limits = [f"rollout.max_new_tokens={longest}", f"rollout.max_model_len={context}"]
         recipe = load_recipe(ROOT / "recipes/demo-cpu.yaml", ["rollout.agents={}", *limits])
         self.pool = SessionPool(TOKENIZER, recipe.rollout, [END])
-        (self.session,) = self.pool.open([(Example(0, "", "", (1,)), 5)], 0, Sampling())
+        self.session = self.pool.open(Example(0, "", "", (1,)), 5, 0)
+        self.pool.serve([self.session], Sampling())
         assert self.pool.take().result(0) is self.session
 
     def call(self, prompt: Sequence[int], reply: Sequence[int], most: int | None = None) -> str:
         """Return the finish reason."""
         result = self.pool.begin(self.session.id, Call(PromptTokens(tuple(prompt)), most))
-        ((number, request),) = self.pool.exchange({}, is_idle=False).requests.items()
+        ((number, request),) = self.pool.follow({}, is_idle=False).requests.items()
         tokens = tuple(reply[: request.max_new_tokens])
         logprobs, truncated = (-1.0,) * len(tokens), tokens[-1] != END  # vLLM looks at the end token first
-        self.pool.exchange({number: Completion(tokens, logprobs, 0, truncated=truncated)}, is_idle=False)
+        self.pool.follow({number: Completion(tokens, logprobs, 0, truncated=truncated)}, is_idle=False)
         return result.result(0).finish_reason
 
     def truncated(self) -> list[bool]:

@@ -16,9 +16,9 @@ from commands import HELD_OUT
 from hybrid3d.config import Recipe, RecipeError, load_recipe, recipe_to_yaml
 from hybrid3d.generation.engine import Sampling
 from hybrid3d.generation.evaluation import HeldOutAnswer, format_result, majority, measure, pass_at_k
-from hybrid3d.generation.replicas import Answers
 from hybrid3d.generation.rollouts import Rollouts
 from hybrid3d.generation.samples import Sample
+from hybrid3d.generation.scheduler import Answers
 from hybrid3d.rl.data import Example
 from hybrid3d.scoring.functions import FINAL_ANSWERS, REWARDS
 from hybrid3d.scoring.scorer import Given, Scorers, Scores
@@ -104,11 +104,12 @@ def test_evaluation_of_two_files(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(*SAMPLED, "evaluation.top_p=0.9", "evaluation.k=[1,2]", "evaluation.data.hard=hard.parquet")
     asked: list[list[tuple[Example, int]]] = []
 
-    def answer(shares: Any, version: int, sampling: Sampling) -> dict[int, Answers]:
-        assert sampling == Sampling(0.7, top_p=0.9)
-        asked.append([one for share in shares.values() for one in share])
-        assert all(len(share) % 4 == 0 for share in shares.values())
-        return {n: Answers([to(*one, place) for place, one in enumerate(share)]) for n, share in shares.items()}
+    def advance(shares: Any, wanted: Any, version: int, sampling: Sampling, apart: bool) -> dict[int, Answers]:
+        assert (wanted, sampling, apart) == (None, Sampling(0.7, top_p=0.9), True)
+        work = {n: [(prompt.example, seed) for prompt in share for seed in prompt.seeds] for n, share in shares.items()}
+        asked.append([one for share in work.values() for one in share])
+        assert all(len(share) % 4 == 0 for share in work.values())
+        return {n: Answers([to(*one, place) for place, one in enumerate(share)]) for n, share in work.items()}
 
     def to(example: Example, seed: int, place: int) -> Sample:
         right = example.prompt == "easy" or (example.row == 0 and place % 4 == 3)
@@ -117,7 +118,7 @@ def test_evaluation_of_two_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
     files = {name: [Example(row, name, "7", (1,)) for row in range(3)] for name in ("easy", "hard")}
     held_out: Any = {key: SimpleNamespace(examples=files[name]) for key, name in (("eval", "easy"), ("hard", "hard"))}
-    rollouts = Rollouts(recipe, SimpleNamespace(numbers=(0, 1), answer=answer), GIVEN, None, held_out)  # type: ignore[arg-type]
+    rollouts = Rollouts(recipe, SimpleNamespace(numbers=(0, 1), advance=advance), GIVEN, None, held_out)  # type: ignore[arg-type]
     result = rollouts.evaluate(0, recipe)
     assert result.metrics == {
         "eval/accuracy": 1.0,
@@ -146,14 +147,15 @@ def test_evaluation_of_two_files(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_greedy_answers_have_no_seeds() -> None:
     recipe, asked = recipe_of("rollout.stop=['x']"), list[Any]()
 
-    def answer(shares: Any, version: int, sampling: Sampling) -> dict[int, Answers]:
-        asked.extend([sampling.stop, *shares[0]])
+    def advance(shares: Any, wanted: Any, version: int, sampling: Sampling, apart: bool) -> dict[int, Answers]:
+        asked.extend([sampling.stop, *((prompt.example, *prompt.seeds) for prompt in shares[0])])
         return {0: Answers([Sample("", (1,), (2,), (True,), (), "", 1.0, versions=(0,), scored=True)])}
 
-    held_out: Any = {"eval": SimpleNamespace(examples=["example"])}
-    rollouts = Rollouts(recipe, SimpleNamespace(numbers=(0,), answer=answer), GIVEN, None, held_out)  # type: ignore[arg-type]
+    example = Example(0, "example", "", ())
+    held_out: Any = {"eval": SimpleNamespace(examples=[example])}
+    rollouts = Rollouts(recipe, SimpleNamespace(numbers=(0,), advance=advance), GIVEN, None, held_out)  # type: ignore[arg-type]
     assert rollouts.evaluate(0, recipe).metrics == {"eval/accuracy": 1.0, "eval/reward": 1.0}
-    assert asked == [("x",), ("example", None)]
+    assert asked == [("x",), (example, None)]
 
 
 @pytest.mark.parametrize(

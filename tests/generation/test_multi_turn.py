@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybrid3d.config import load_recipe
-from hybrid3d.generation import multi_turn
-from hybrid3d.generation import turns as turns_module
+from hybrid3d.config import Async, load_recipe
 from hybrid3d.generation.engine import Completion, GenerationRequest, Sampling
-from hybrid3d.generation.multi_turn import MultiTurnRollout
-from hybrid3d.generation.turns import Trajectory, TurnResult, Turns
+from hybrid3d.generation.scheduler import Prompt, Prompts, Scheduler
+from hybrid3d.generation.turns import Conversations, Trajectory, Turns
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.data import Example
 from hybrid3d.rl.objective import KlSettings, PolicyObjective, TokenScores
@@ -66,18 +64,30 @@ class Author:
 
     def __init__(self, *texts: str):
         self.texts = list(texts)
+        self.submitted: dict[int, GenerationRequest] = {}
         self.asked: list[list[tuple[str, int | None, int]]] = []
 
     def broadcast(self, value: Any) -> Any:
         return value
 
-    def generate(self, requests: Sequence[GenerationRequest], version: int) -> list[Completion]:
+    def submit(self, requests: Mapping[int, GenerationRequest], version: int) -> None:
+        assert version == 7
+        self.submitted |= requests
+
+    def cancel(self, numbers: Sequence[int]) -> None:
+        assert not numbers
+
+    def interrupt(self) -> dict[int, Completion]:
+        assert not self.submitted
+        return {}
+
+    def drain(self) -> dict[int, Completion]:
         self.asked.append([])
-        completions = []
-        for request in requests:
+        completions = {}
+        for number, request in self.submitted.items():
             prompt, stops, longest = request.prompt_ids, request.stop_tokens, request.max_new_tokens
             assert tuple(prompt[:2]) == PROMPT
-            assert (version, request.sampling) == (7, Sampling(0.5, stop=request.sampling.stop))
+            assert request.sampling == Sampling(0.5, stop=request.sampling.stop)
             assert END in stops
             context = "".join("|" if token == END else LETTERS[token] for token in prompt[3:])
             self.asked[-1].append((context, request.seed, longest))
@@ -93,8 +103,17 @@ class Author:
             logprobs = () if request.seed is None else tuple(-float(token) for token in rest[:count])
             ended = rest[count - 1] in (*self.end_tokens, *stops) or stopped[count]  # which vLLM looks at first
             truncated = count == longest and not ended
-            completions.append(Completion(tuple(rest[:count]), logprobs, version, stopped[count], truncated))
+            completions[number] = Completion(tuple(rest[:count]), logprobs, 7, stopped[count], truncated)
+        self.submitted = {}
         return completions
+
+
+class Kept(Conversations):
+    """Keeps the answers that it has begun."""
+
+    def open(self, prompt: Prompt) -> list[Trajectory]:
+        self.opened = [*getattr(self, "opened", ()), *super().open(prompt)]
+        return self.opened[-len(prompt.seeds) :]
 
 
 Talk = Callable[..., tuple[list[Trajectory], Author]]
@@ -113,17 +132,24 @@ def talk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: dist.ProcessGro
         turns: int = 8,
         greedy: bool = False,
         stop: tuple[str, ...] = (),
+        agree: Callable[[bool], bool] = bool,
     ) -> Any:
         lengths = [f"rollout.max_new_tokens={longest}", f"rollout.max_turns={turns}"]
         settings = [f"rollout.environment={environment}", f"rollout.stop={[*stop]}", *lengths]
         recipe = load_recipe(ROOT / "recipes/demo-cpu.yaml", settings)
         author: Any = Author(*texts)
         of_recipe = Turns(recipe, author, Tokenizer(), alone)
-        conversations = MultiTurnRollout(of_recipe, author, alone)
-        examples = [Example(i, f"p{i}", f"r{i}", (*PROMPT, i + 1)) for i in range(len(texts))]
+        conversations = Kept(of_recipe, waves=True)
+        prompts = []
+        for i in range(len(texts)):
+            example = Example(i, f"p{i}", f"r{i}", (*PROMPT, i + 1))
+            prompts.append(Prompt((0, i), example, [None if greedy else 100 + i], 7))
+        scheduler = Scheduler(author, Prompts(conversations, Async()), agree=agree)
         try:
-            seeds = None if greedy else [100 + i for i in range(len(texts))]
-            return conversations.run(examples, seeds or [None] * len(examples), 7, Sampling(0.5, stop=stop)), author
+            found = scheduler.advance(prompts, None, 7, Sampling(0.5, stop=stop), None, gives=True)
+            assert found is not None
+            assert [tuple(sample.tokens) for sample in found.samples] == [tuple(o.tokens) for o in conversations.opened]
+            return conversations.opened, author
         finally:
             of_recipe.close()
 
@@ -256,12 +282,9 @@ def test_failure_ends_its_conversation_only(talk: Talk) -> None:
     assert (shown(fine), fine.failure) == (("mm!|", "^^^^"), "")
 
 
-def test_replica_that_is_done_goes_on_stepping_with_the_others(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
-    others = [[TurnResult(done=False)], [TurnResult(done=False)], [TurnResult(done=True)]]
-    monkeypatch.setattr(turns_module, "check_environment", lambda spec: ("=",))
-    with_another = lambda numbers, group: [max(*numbers, not others.pop(0)[0].done)]  # noqa: E731
-    monkeypatch.setattr(multi_turn, "all_reduce_max", with_another)
-    (one,), author = talk("a|", environment="calculator")
+def test_replica_that_is_done_goes_on_stepping_with_the_others(talk: Talk) -> None:
+    others = [False, False, False, True]  # whether the other replica is done: when it begins, and after each wave
+    (one,), author = talk("a|", environment="calculator", agree=lambda done: others.pop(0) and done)
     assert shown(one) == ("a|", "^^")
     assert [len(of_round) for of_round in author.asked] == [1, 0, 0]
 

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from hybrid3d.config import Async, load_recipe
 from hybrid3d.generation.engine import Completion, GenerationRequest, Sampling
-from hybrid3d.generation.partial_rollout import PartialRollout
 from hybrid3d.generation.replicas import EngineReplicas, NoReplicas
 from hybrid3d.generation.rollouts import PartialRollouts
 from hybrid3d.generation.samples import RolloutBatch
-from hybrid3d.generation.turns import Turns
+from hybrid3d.generation.scheduler import Answers, Prompts, Scheduler
+from hybrid3d.generation.turns import Conversations, Turns
 from hybrid3d.rl.data import Example
 from hybrid3d.scoring.scorer import Scorers, Scores
 from run_ranks import ROOT
@@ -34,7 +34,7 @@ class Engine:
     Every prompt consists of its number. An answer's seed is its number among the answers to the prompt.
     """
 
-    replica, replicas, leads, end_tokens = 0, 1, True, (END,)
+    replica, replicas, leads, steps_together, end_tokens = 0, 1, True, False, (END,)
 
     def __init__(self, length: Callable[[int, int], int]):
         self.length, self.version, self.steps = length, 0, 0
@@ -58,6 +58,12 @@ class Engine:
             if last or len(tokens) == request.max_new_tokens:
                 ended[number] = self._completion(tokens[self.told.pop(number, 0) :])
         self.running = {number: one for number, one in self.running.items() if number not in ended}
+        return ended
+
+    def drain(self) -> dict[int, Completion]:
+        ended: dict[int, Completion] = {}
+        while self.running:
+            ended |= self.step()
         return ended
 
     def interrupt(self) -> dict[int, Completion]:
@@ -380,6 +386,6 @@ def test_engine_generates_other_answers_while_an_environment_thinks(
 def test_waiting_for_replies_ends_with_the_run(alone: dist.ProcessGroup) -> None:
     engine: Any = Engine(lambda prompt, answer: 3)
     turns = Turns(recipe_of(), engine, Tokenizer(eos_token_id=END), alone)
-    partial = PartialRollout(engine, turns, Async(max_staleness=1, partial="continue"))
-    partial.generate(0, 0, Sampling())  # a replica that has no prompts
-    assert partial.take(0, 0) == []
+    prompts = Prompts(Conversations(turns, waves=False), Async(max_staleness=1, partial="continue"))
+    partial = Scheduler(engine, prompts)
+    assert partial.advance([], 0, 0, Sampling(), None, gives=True) == Answers()  # a replica that has no prompts

@@ -11,7 +11,7 @@ import pytest
 
 from hybrid3d.config import Agents, Recipe, load_recipe
 from hybrid3d.generation.engine import Sampling
-from hybrid3d.generation.replicas import Answers, EngineReplicas, NoReplicas, ReplicaScorer
+from hybrid3d.generation.replicas import EngineReplicas, NoReplicas, ReplicaScorer
 from hybrid3d.generation.rollouts import Rollouts
 from hybrid3d.generation.samples import (
     NO_ANSWER,
@@ -22,7 +22,7 @@ from hybrid3d.generation.samples import (
     answers_of,
     filled_up,
 )
-from hybrid3d.generation.turns import Trajectory
+from hybrid3d.generation.scheduler import Answers
 from hybrid3d.rl.data import Example
 from hybrid3d.scoring.scorer import Given, Query, Scorers, Scores
 from hybrid3d.train.dp_split import spread_over
@@ -83,7 +83,7 @@ def test_branches_of_an_answer_stay_together(rollouts: Any) -> None:
     found = Answers([one for answer in work for one in answer])
     assert answers_of(found.samples) == work
     assert answer_numbers(found.samples) == [0, 1, 2, 2, 2, 3, 4, 5, 6, 7]
-    rollouts._replicas = SimpleNamespace(numbers=(0,), answer=lambda *arguments: {0: found})
+    rollouts._replicas = SimpleNamespace(numbers=(0,), advance=lambda *arguments, apart: {0: found})
     rollouts.train = SimpleNamespace(batch=lambda *arguments: [None] * 4)
     batch = rollouts.generate_batch(version=0, batch=0, recipe=recipe_of(0))
     assert batch.samples == found.samples
@@ -124,8 +124,8 @@ def test_held_out_answers(rollouts: Any) -> None:
         0: Answers(rewards[:2], {"timeout": 1}, {"timeout": "first"}),
         1: Answers(rewards[2:], {"timeout": 2}, {"timeout": "second"}),
     }
-    rollouts.held_out = {"eval": SimpleNamespace(examples=(None,) * 4)}
-    rollouts._replicas = SimpleNamespace(numbers=(0, 1), answer=lambda *arguments: answers)
+    rollouts.held_out = {"eval": SimpleNamespace(examples=(Example(0, "", "", ()),) * 4)}
+    rollouts._replicas = SimpleNamespace(numbers=(0, 1), advance=lambda *arguments, apart: answers)
     found = rollouts.evaluate(0, recipe_of(0))
     assert (found.accuracy, found.reward) == (0.25, pytest.approx(0.65))
     assert (found.failures, found.examples) == ({"timeout": 3}, {"timeout": "first"})
@@ -140,10 +140,14 @@ def test_work_of_lost_replicas_is_done_by_the_others(rollouts: Any) -> None:
 
         numbers: tuple[int, ...] = (0, 3, 5)
 
-        def answer(self, shares: Any, version: int, sampling: Sampling) -> dict[int, Answers]:
-            asked.append({number: [example for example, _ in share] for number, share in shares.items()})
+        def advance(
+            self, shares: Any, wanted: Any, version: int, sampling: Sampling, apart: bool
+        ) -> dict[int, Answers]:
+            assert (wanted, apart) == (None, True)
+            work = {number: [p.example for p in share for _ in p.seeds] for number, share in shares.items()}
+            asked.append(work)
             self.numbers, lost = (*self.numbers[:1], *self.numbers[2:]), self.numbers[1:2]
-            return {n: Answers([sample(e, 1.0) for e, _ in share]) for n, share in shares.items() if n not in lost}
+            return {n: Answers([sample(e, 1.0) for e in examples]) for n, examples in work.items() if n not in lost}
 
     rollouts._replicas = Losing()
     rollouts.train = SimpleNamespace(batch=lambda batch, prompts: ["a", "b", "c", "d"])
@@ -162,29 +166,32 @@ def test_work_of_lost_replicas_is_done_by_the_others(rollouts: Any) -> None:
 def test_reward_model_leaves_reward_by_name_to_held_out_answers(rollouts: Any) -> None:
     """Its references in the training data may be of any kind, and are not judged by."""
     asked: list[str] = []
-    held = Trajectory(Example(0, "", "right", (1,)), 0, tokens=[2], loss_mask=[True], logprobs=[-0.5], versions=[6])
+    held = Sample("", (1,), (2,), (True,), (-0.5,), "", 0.0, versions=(6,), reference="right")
     versions: list[int] = []
 
-    def run(examples: list[Any], seeds: list[int | None], version: int, sampling: Sampling) -> list[Any]:
-        versions.append(version)
-        assert sampling == Sampling(0.7)
-        return [held] * len(examples)
+    class Apart:
+        def advance(
+            self, prompts: Any, wanted: Any, version: int, sampling: Sampling, stop: Any, gives: bool
+        ) -> Answers:
+            versions.append(version)
+            assert (wanted, sampling, stop, gives) == (None, Sampling(0.7), None, True)
+            return Answers([held for prompt in prompts for _ in prompt.seeds])
+
+        def release(self) -> None: ...
 
     def score(queries: list[Query]) -> Scores:
         asked.extend(query.reference for query in queries)
         return Scores([1.0] * len(queries))
 
     replicas: Any = object.__new__(EngineReplicas)
-    replicas._agents = replicas._holder = None
+    replicas._holder, replicas._exchange = None, SimpleNamespace(gather=lambda replica, value: {replica: value})
     replicas._engine = SimpleNamespace(replica=0, replicas=1, leads=True)
-    replicas._tokenizer = SimpleNamespace(decode=lambda tokens, **_: "")
     replicas._scorer = SimpleNamespace(score=score)
-    replicas._multi_turn, replicas._partial = SimpleNamespace(run=run), None
-    replicas._of_all_replicas = lambda value: {0: value}
+    replicas._apart = replicas._partial = Apart()
     rollouts._replicas, by_function = replicas, ReplicaScorer(replicas)
     rollouts._scorers = Scorers(by_function, by_function)
     rollouts.train = SimpleNamespace(batch=lambda batch, prompts: [None] * prompts)
-    rollouts.held_out = {"eval": SimpleNamespace(examples=[None])}
+    rollouts.held_out = {"eval": SimpleNamespace(examples=[Example(0, "", "", ())])}
     batch = rollouts.generate_batch(3, 0, recipe_of(0))
     assert [(one.reward, one.weight_version) for one in batch.samples] == [(1.0, 6)] * 8
     assert asked == ["right"] * 8

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from hybrid3d.config import load_recipe
-from hybrid3d.generation.replicas import Answers
 from hybrid3d.generation.rollouts import FailedRewards, Rollouts
 from hybrid3d.generation.samples import Sample
+from hybrid3d.generation.scheduler import Answers
+from hybrid3d.rl.data import Example
 from hybrid3d.scoring.function_scorer import FunctionScorer
 from hybrid3d.scoring.scorer import Scorers, Scores
 from queries import score
@@ -150,7 +151,7 @@ def rollouts() -> Any:
     """Without an engine: 4 prompts, 2 answers to each."""
     settings = ["algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=2", "train.micro_batch_size=4"]
     recipe, replicas = load_recipe(ROOT / "recipes/demo-cpu.yaml", settings), SimpleNamespace(numbers=(0,))
-    held_out: Any = SimpleNamespace(examples=(None,) * 8)
+    held_out: Any = SimpleNamespace(examples=(Example(0, "", "", ()),) * 8)
     return Rollouts(recipe, replicas, Scorers(None, None), held_out, {"eval": held_out})  # type: ignore[arg-type]
 
 
@@ -161,7 +162,7 @@ def fail(rollouts: Any, failures: dict[str, int]) -> None:
     rewards = {kind: count for kind, count in failures.items() if kind not in talks}
     answers = Answers([sample(0.0)] * 8, talks, {kind: examples[kind] for kind in talks})
     scores = Scores([0.0] * 8, rewards, {kind: examples[kind] for kind in rewards})
-    rollouts._replicas.answer = lambda shares, version, sampling: {0: answers}
+    rollouts._replicas.advance = lambda shares, wanted, version, sampling, apart: {0: answers}
     scorer: Any = SimpleNamespace(score=lambda queries: scores)
     rollouts._scorers = Scorers(scorer, scorer)
 

@@ -210,7 +210,7 @@ def test_environment_reads_and_writes_as_in_one_text(
     turns, answer = make_turns(tokenizer, ("=",)), Trajectory(Example(0, "q", "24", (1,)), None)
     answer.append_completion(Completion(tuple(reference.encode(written)), (), 0))
     assert turns._has_ended_turn(answer)
-    answer.apply(turns.result(answer, Reply("24>>")))
+    turns.go_on(answer, Reply("24>>"))
     assert answer.tokens == reference.encode(f"{written}24>>")
     answer.append_completion(Completion(tuple(reference.encode("x clips in May")[1:]), (), 0))
     assert turns._turn(answer) == " clips in May"
@@ -301,7 +301,8 @@ def test_special_stop_ends_an_answer_and_a_turn(byte_level: dict[str, Any]) -> N
     assert end in talking.request(answer, Sampling()).stop_tokens
     talking.append(answer, Completion((*text, end), (), 0))
     assert talking._has_ended_turn(answer)
-    assert not talking.result(answer, Reply("go on")).done
+    talking.go_on(answer, Reply("go on"))
+    assert not answer.done
 
 
 def test_stops_with_a_blank_at_their_end_pause_at_it(sentencepiece: dict[str, Any]) -> None:
@@ -408,11 +409,11 @@ def test_agents_stop_that_is_a_special_token_ends_its_reply(byte_level: dict[str
     rollout = load_recipe(Path(__file__).parents[2] / "recipes/demo-cpu.yaml", ["rollout.agents={port: 9000}"]).rollout
     assert rollout is not None
     pool = SessionPool(tokenizer, rollout, [tokenizer.eos_token_id])
-    pool.open([(Example(0, "q", "a", (5,)), 1)], 0, Sampling())
+    pool.serve([pool.open(Example(0, "q", "a", (5,)), 1, 0)], Sampling())
     session = pool.take().result(1)
     call = Call(PromptText("How many?"), stops=("<|im_end|>",))
     result = pool.begin(session.id, call)
-    ((number, request),) = pool.exchange({}, False).requests.items()
+    ((number, request),) = pool.follow({}, False).requests.items()
     assert end in request.stop_tokens
-    pool.exchange({number: Completion((*said, end), (), 0)}, False)
+    pool.follow({number: Completion((*said, end), (), 0)}, False)
     assert (result.result(1).text, result.result(1).finish_reason) == ("She sold 48", "stop")

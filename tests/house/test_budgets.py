@@ -21,7 +21,7 @@ assert SPEC.loader is not None
 structure = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(structure)
 
-FILES, LINES = 376, 59261  # of the package
+FILES, LINES = 376, 59405  # of the package
 LINES_OF_ROOM = {
     "__init__": 10,
     "__main__": 10,
@@ -34,19 +34,19 @@ LINES_OF_ROOM = {
     "engines": 1930,
     "errors": 40,
     "families": 1260,
-    "generation": 3740,
+    "generation": 3900,
     "inputs": 1100,
     "launch": 2320,
     "launch_environment": 320,
     "ledger": 120,
-    "patches": 270,
+    "patches": 260,
     "planning": 2410,
     "process": 230,
     "replay": 780,
     "report": 1540,
     "reshard": 6580,
     "rl": 2630,
-    "rollout": 2740,
+    "rollout": 2730,
     "run": 2070,
     "scoring": 4640,
     "storage": 710,
@@ -55,19 +55,19 @@ LINES_OF_ROOM = {
     "trainer": 3100,
     "watch": 950,
     "weight_transfer": 1100,
-    "workers": 1410,
+    "workers": 1400,
 }
-IMPORTS = 0.0787  # the share of lines that imports take; 0.065 is aimed at
+IMPORTS = 0.0785  # the share of lines that imports take; 0.065 is aimed at
 NONE = {
     "bench": 34,
     "certify": 13,
     "cli": 34,
     "config": 137,
     "distributed": 5,
-    "doctor": 47,
+    "doctor": 46,
     "engines": 81,
     "families": 21,
-    "generation": 102,
+    "generation": 99,
     "inputs": 36,
     "launch": 47,
     "launch_environment": 4,
@@ -89,7 +89,7 @@ NONE = {
     "weight_transfer": 5,
     "workers": 29,
 }  # comparisons with None by room
-ONE_IMPORTER = 78  # modules that a single other one imports
+ONE_IMPORTER = 76  # modules that a single other one imports
 
 # Classes of engines, and where they may be annotated: their own rooms, the factories, and the checks of engines on GPUs
 ENGINES = {"RolloutEngine", "MegatronModel", "Policy", "ValueModel", "LLM", "LLMEngine"}

@@ -19,7 +19,7 @@ from vllm.lora.request import LoRARequest
 from hybrid3d import distributed
 from hybrid3d.config import Lora, Train, recipe_to_yaml
 from hybrid3d.distributed import gather_objects
-from hybrid3d.generation.engine import GenerationRequest
+from hybrid3d.generation.engine import GenerationRequest, complete
 from hybrid3d.inputs.models import read_config
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rollout.engine import RolloutEngine
@@ -44,7 +44,7 @@ def slots_of(manager) -> dict[str, torch.Tensor]:
 def mismatch(engine: RolloutEngine, policy: Policy, recipe, version: int) -> float:
     """The largest difference between the engines' log-probabilities of what vLLM samples."""
     requests = [GenerationRequest(prompt, ANSWER, [], seed=version) for prompt in PROMPTS]
-    answers = engine.generate(requests, version)
+    answers = complete(engine, requests, version)
     rows = [[*prompt, *answer.tokens] for prompt, answer in zip(PROMPTS, answers, strict=True)]
     batch = Batch.from_sequences(rows, [len(prompt) for prompt in PROMPTS], pad_id=0)
     found = policy.logprobs(batch, recipe)

@@ -15,7 +15,7 @@ from pathlib import Path
 from faulty_transport import Fault, FlippedBit, Killed, use_faulty_transports
 from hybrid3d import distributed
 from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Sync, Train
-from hybrid3d.generation.engine import GenerationRequest, StaleWeights
+from hybrid3d.generation.engine import GenerationRequest, StaleWeights, complete
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.sync import CorruptSync, WeightSync, policy_sync
 from hybrid3d.train.megatron import runtime
@@ -39,7 +39,7 @@ def sync_with(sync: WeightSync, fault: Fault, number: int, overlapped: bool = Fa
 def generate(engine: RolloutEngine) -> str:
     """How many tokens came, or why none did."""
     try:
-        return str(len(engine.generate(REQUESTS, version=0)[0].tokens))
+        return str(len(complete(engine, REQUESTS, version=0)[0].tokens))
     except StaleWeights as refused:
         return str(refused)
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from hybrid3d import distributed
 from hybrid3d.config import Algorithm, Async, Data, Model, Optimizer, Recipe, Rollout, Run, Train
-from hybrid3d.generation.engine import Completion, GenerationRequest, Sampling, StaleWeights
+from hybrid3d.generation.engine import Completion, GenerationRequest, Sampling, StaleWeights, complete
 from hybrid3d.inputs.models import read_config
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.sync import policy_sync
@@ -122,7 +122,7 @@ def main(folder: str, out: Path) -> None:
         state = torch.get_rng_state()
         found, interrupted = (paused_pieces if kind == "paused" else pieces)(engine, requests)
         assert torch.get_rng_state().equal(state)
-        expected = dict(zip(requests, engine.generate(list(requests.values()), 3), strict=True))
+        expected = dict(zip(requests, complete(engine, list(requests.values()), 3), strict=True))
         said[kind] = {
             "interrupted": interrupted,
             "pairs": [
@@ -131,7 +131,7 @@ def main(folder: str, out: Path) -> None:
             ],
         }
     many = [GenerationRequest([5 + n % 90] * 100, 2, [3], n) for n in range(200)]  # more than vLLM computes in a step
-    said["many"] = [len(completion.tokens) for completion in engine.generate(many, 3)]
+    said["many"] = [len(completion.tokens) for completion in complete(engine, many, 3)]
     said["broadcast"] = engine.broadcast(f"of rank {rank}" if engine.leads else None)
     (out / f"{rank}.json").write_text(json.dumps(said))
     dist.barrier(group)

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 from hybrid3d import distributed
-from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Train
+from hybrid3d.config import Algorithm, Async, Data, Model, Optimizer, Recipe, Rollout, Run, Train
 from hybrid3d.families import family_of
-from hybrid3d.generation.engine import GenerationRequest
+from hybrid3d.generation.engine import GenerationRequest, complete
 from hybrid3d.generation.samples import AnswerTokens, Sample
 from hybrid3d.inputs.models import read_config
 from hybrid3d.rl.batch import Batch
@@ -52,6 +52,7 @@ def recipe_for(spec: dict[str, Any], train: dict[str, Any], replay: str) -> Reci
         data=Data(train="-", eval="-"),
         algorithm=Algorithm(name="grpo", prompts_per_step=8, samples_per_prompt=2),
         optimizer=Optimizer(lr=1e-3),
+        async_=Async(max_staleness=1, partial="continue"),  # parts of answers are asked for
         run=Run(steps=1),
     )
 
@@ -66,7 +67,7 @@ def generate(engine: RolloutEngine) -> list[Sample]:
     requests = {n: GenerationRequest(p, TOKENS, [2], seed) for n, (p, seed) in enumerate(work)}
     answers = {n: AnswerTokens() for n in requests}
     whole = [n for n in requests if n % 4 < 2]
-    for n, completion in zip(whole, engine.generate([requests[n] for n in whole], 1), strict=True):
+    for n, completion in zip(whole, complete(engine, [requests[n] for n in whole], 1), strict=True):
         answers[n].append_generated(completion)
     generate_in_pieces(engine, {n: request for n, request in requests.items() if n not in whole}, answers)
     samples = [answers[n].sample(Example(0, "", "", ()), prompt, "") for n, (prompt, _) in enumerate(work)]

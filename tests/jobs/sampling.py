@@ -15,7 +15,7 @@ from vllm import SamplingParams, TokensPrompt
 
 from hybrid3d import distributed
 from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Train
-from hybrid3d.generation.engine import Completion, GenerationRequest, Sampling
+from hybrid3d.generation.engine import Completion, GenerationRequest, Sampling, complete
 from hybrid3d.inputs.models import read_config
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.sync import policy_sync
@@ -98,26 +98,26 @@ def main(folder: str, stop: str, out: Path) -> None:
     engine = RolloutEngine(recipe, group.rank(), distributed.run_id(), range(2))
     policy_sync(recipe, group, policy, engine).run(0)
     greedy = [GenerationRequest([30 + n, 7, 40 + 3 * n], LENGTH, [0]) for n in range(PROMPTS)]
-    said: dict = {"greedy": as_json(engine.generate(greedy, 0))}
+    said: dict = {"greedy": as_json(complete(engine, greedy, 0))}
     for name, sampling in SETTINGS.items():
         requests = [replace(request, seed=n, sampling=sampling) for n, request in enumerate(greedy)]
-        completions = engine.generate(requests, 0)
+        completions = complete(engine, requests, 0)
         said[name] = as_json(completions)
         if name in ("whole", "top_k", "top_p", "min_p"):
             said[f"{name} as prompts"] = alternatives(engine, requests, completions)
     # Greedy and sampled requests together, as with a greedy baseline; and other seeds
     mixed = [replace(greedy[0]), replace(greedy[1], seed=1, sampling=SETTINGS["top_k"])]
-    said["mixed"] = as_json(engine.generate(mixed, 0))
-    said["repeated"] = as_json(engine.generate([replace(one, seed=n) for n, one in enumerate(greedy)], 0))
-    said["reseeded"] = as_json(engine.generate([replace(one, seed=99 + n) for n, one in enumerate(greedy)], 0))
+    said["mixed"] = as_json(complete(engine, mixed, 0))
+    said["repeated"] = as_json(complete(engine, [replace(one, seed=n) for n, one in enumerate(greedy)], 0))
+    said["reseeded"] = as_json(complete(engine, [replace(one, seed=99 + n) for n, one in enumerate(greedy)], 0))
     ending = [replace(one, seed=n, sampling=Sampling(stop=(stop,))) for n, one in enumerate(greedy)]
-    said["stopped"] = as_json(engine.generate(ending, 0))
+    said["stopped"] = as_json(complete(engine, ending, 0))
     said["stopped stepwise"] = as_json(stepwise(engine, ending))
-    said["stopped greedily"] = as_json(engine.generate([replace(one, seed=None) for one in ending], 0))
+    said["stopped greedily"] = as_json(complete(engine, [replace(one, seed=None) for one in ending], 0))
     whole = said["whole"]  # half of them may end with the fifth token, which is also the last that they may have
     fifth = [[0, whole[n]["tokens"][4]] if n % 2 else [0] for n in range(PROMPTS)]
     short = [replace(one, seed=n, max_new_tokens=5, stop_tokens=fifth[n]) for n, one in enumerate(greedy)]
-    said["at the last token"] = as_json(engine.generate(short, 0))
+    said["at the last token"] = as_json(complete(engine, short, 0))
     said["at the last token stepwise"] = as_json(stepwise(engine, short))
     said["finish reasons"] = finish_reasons(engine, short)
     (out / f"{group.rank()}.json").write_text(json.dumps(said))

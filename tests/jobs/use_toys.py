@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from hybrid3d import distributed
 from hybrid3d.config import load_recipe
 from hybrid3d.distributed import GroupExchange
-from hybrid3d.generation.replicas import Answers
 from hybrid3d.generation.rollouts import Rollouts
 from hybrid3d.generation.samples import Sample
+from hybrid3d.generation.scheduler import Answers
 from hybrid3d.reshard.ends import NoSink, PlainSource
 from hybrid3d.reshard.move.transport import make_transport
 from hybrid3d.reshard.plan.box import Box
@@ -77,14 +77,12 @@ def rewards(group: dist.ProcessGroup) -> dict[str, Any]:
     settings = ["algorithm.prompts_per_step=2", "algorithm.samples_per_prompt=2", "train.micro_batch_size=2"]
     recipe = load_recipe(Path(__file__).resolve().parents[2] / "recipes/demo-cpu.yaml", settings)
 
-    def answer(shares: Any, *_: Any) -> dict[int, Answers]:
-        samples = [
-            Sample("", [1], [2], [True], [-0.5], texts[i][n % 2], 0.0, [0]) for n, (i, _) in enumerate(shares[0])
-        ]
-        return {0: Answers(samples)}
+    def advance(shares: Any, *_: Any, apart: bool) -> dict[int, Answers]:
+        work = [(prompt.example, n) for prompt in shares[0] for n in range(len(prompt.seeds))]
+        return {0: Answers([Sample("", [1], [2], [True], [-0.5], texts[i][n], 0.0, [0]) for i, n in work])}
 
     scorer = OfFirstRank(Vowels() if group.rank() == 0 else None, group)
-    replicas: Any = SimpleNamespace(numbers=(0,), answer=answer)
+    replicas: Any = SimpleNamespace(numbers=(0,), advance=advance)
     train: Any = SimpleNamespace(batch=lambda batch, prompts: [*range(prompts)])
     generated = Rollouts(recipe, replicas, Scorers(scorer, scorer), train, {}).generate_batch(0, 0, recipe)
     return {"rewards": [one.reward for one in generated.samples], "failures": generated.failures}

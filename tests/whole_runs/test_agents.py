@@ -61,8 +61,8 @@ def calls_of_samples(run: Path, step: int) -> Counter[str]:
     """Return each run of generated tokens in a step's samples, with the tokens before it and its log-probabilities."""
     calls: Counter[str] = Counter()
     for sample in read_step(recorded_folder(RunFolder(run), step)).samples:
-        context, logprobs = [*sample.prompt_ids], [*sample.logprobs]
-        pairs = zip(sample.loss_mask, sample.tokens, strict=True)
+        context, logprobs = sample.prompt_ids.tolist(), sample.logprobs.tolist()
+        pairs = zip(sample.loss_mask.tolist(), sample.tokens.tolist(), strict=True)
         for own, group in groupby(pairs, lambda pair: pair[0]):
             tokens = [token for _, token in group]
             if own:

@@ -153,7 +153,7 @@ class GenerationRank(FakeRank):
                 time.sleep(0.01)
         begin = time.time()
         return Reply(
-            {number: Answers([work for work, _ in share]) for number, share in call.arguments["shares"].items()},
+            {number: Answers([*share]) for number, share in call.arguments["prompts"].items()},
             [("generate", begin, begin + 1)],
         )
 
@@ -296,19 +296,21 @@ def test_training_start_that_fails_before_accepting_connections_is_given_up(stor
 
 def test_share_of_an_engine_that_is_lost_is_not_answered(made: Engines, store: dist.Store) -> None:
     ranks, _ = start_all(made, store)
-    ranks[5].killed_by = "answer"
-    shares: Any = {0: [("a", 1)], 1: [("b", 2), ("c", 3)]}
-    found = made.answer(shares, 0, Sampling(0.5))
+    ranks[5].killed_by = "advance"
+    shares: Any = {0: ["a"], 1: ["b", "c"]}
+    found = made.advance(shares, None, 0, Sampling(0.5), apart=True)
     assert {number: answers.samples for number, answers in found.items()} == {1: ["b", "c"]}
     assert ranks[7].calls[-1].arguments == {
-        "shares": {0: [("b", 2), ("c", 3)]},
+        "prompts": {0: ["b", "c"]},
+        "wanted": None,
         "version": 0,
         "sampling": Sampling(0.5),
+        "apart": True,
     }
     assert made.lap_busy_seconds() == pytest.approx(1.0)
     assert [name for name, _, _ in made.spans(time.time() - 100, time.time() + 100)[7]] == ["wait", "generate", "wait"]
-    ranks[6].killed_by = "answer"
-    assert made.answer({1: []}, 0, Sampling(0.5)) == {}
+    ranks[6].killed_by = "advance"
+    assert made.advance({1: []}, None, 0, Sampling(0.5), apart=True) == {}
     assert made.numbers == []
 
 
@@ -328,7 +330,7 @@ def test_generation_ahead_ends_when_it_is_told(made: Engines, store: dist.Store)
     start_all(made, store)
     asked = iter([False, False, True])
     engine, _ = made._taking_part
-    call = Call("answer", {"shares": {0: [("a", 1)]}}, stoppable=True)
+    call = Call("advance", {"prompts": {0: ["a"]}}, stoppable=True)
     replies = made._receive(made._send({engine: call}), lambda: next(asked))
     assert [answers.samples for answers in replies[engine][0].values()] == [["a"]]
     assert made.numbers == [0, 1]

@@ -196,34 +196,32 @@ class Engine(Protocol):
         replica: the number of the replica that this rank belongs to.
         replicas: how many there are.
         leads: whether this rank reports for its replica.
+        steps_together: whether replicas share experts, so that a step of one is a step of all.
         end_tokens: the checkpoint's tokens that end an answer.
     """
 
     replica: int
     replicas: int
     leads: bool
+    steps_together: bool
 
     @property
     def end_tokens(self) -> Sequence[int]: ...
 
-    def generate(self, requests: Sequence[GenerationRequest], version: int) -> list[Completion]:
-        """Return one completion for each request, by weights of this version or a later one.
+    def submit(self, requests: Mapping[int, GenerationRequest], version: int) -> None:
+        """Begin to generate completions of requests, by their numbers, with weights of this version or a later one.
 
         Raises:
             StaleWeights: the engine's weights are older, or a sync of them was interrupted.
         """
         ...
 
-    def submit(self, requests: Mapping[int, GenerationRequest], version: int) -> None:
-        """Begin to generate completions of requests, by their numbers, with weights of this version or a later one.
-
-        Raises:
-            StaleWeights: as for `generate`.
-        """
-        ...
-
     def step(self) -> dict[int, Completion]:
         """Generate the next token of the submitted requests; return the completions that have ended, by number."""
+        ...
+
+    def drain(self) -> dict[int, Completion]:
+        """Generate until all requests have ended, those of replicas that step together too; return the completions."""
         ...
 
     def interrupt(self) -> dict[int, Completion]:
@@ -246,3 +244,14 @@ class Engine(Protocol):
     def broadcast(self, value: T | None) -> T:
         """Return the value of the replica's leading rank."""
         ...
+
+
+def complete(engine: Engine, requests: Sequence[GenerationRequest], version: int) -> list[Completion]:
+    """Return one completion for each request, by weights of this version or a later one.
+
+    Raises:
+        StaleWeights: the engine's weights are older, or a sync of them was interrupted.
+    """
+    engine.submit(dict(enumerate(requests)), version)
+    ended = engine.drain()
+    return [ended[number] for number in range(len(requests))]

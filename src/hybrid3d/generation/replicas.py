@@ -2,70 +2,29 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from hybrid3d.config import Recipe
-from hybrid3d.generation.agents.rollout import AgentRollout
-from hybrid3d.generation.agents.sessions import Session, samples_of
+from hybrid3d.config import Async, Recipe
+from hybrid3d.distributed import all_reduce_max
+from hybrid3d.generation.agents.answers import AgentAnswers, Endpoint
 from hybrid3d.generation.engine import Engine, Sampling
 from hybrid3d.generation.exchange import AnswerExchange
-from hybrid3d.generation.multi_turn import MultiTurnRollout
-from hybrid3d.generation.partial_rollout import PartialRollout, Place, Prompt
-from hybrid3d.generation.samples import Sample, held_samples
-from hybrid3d.generation.turns import Trajectory, Turns
-from hybrid3d.rl.data import Example
-from hybrid3d.rl.token_texts import decode_part
+from hybrid3d.generation.samples import held_samples
+from hybrid3d.generation.scheduler import Answers, Continuation, Prompt, Prompts, Scheduler
+from hybrid3d.generation.turns import Conversations, Turns
 from hybrid3d.scoring.function_scorer import FunctionScorer
 from hybrid3d.scoring.scorer import Query, Scores, ask_all, by_prompt, together
-
-T = TypeVar("T")
-
-OF_ENVIRONMENT = "environment_"  # prefix of the kinds of failures of environments, not of rewards
-OF_AGENT = "agent_"  # the same for agents
-
-Work = tuple[Example, int | None]
-"""A prompt to answer, with the seed of its answer; None answers greedily."""
 
 
 class NoReplicas(RuntimeError):
     """There is no replica that can generate: all have been lost."""
 
     raised_on_all_ranks = True  # the first rank that trains sends it to the others
-
-
-@dataclass(frozen=True)
-class Answers:
-    """The answers of one replica, which are not scored yet.
-
-    Attributes:
-        failures: conversations that an environment or an agent failed in, by kind; `examples` has what one of each
-            said.
-    """
-
-    samples: list[Sample]
-    failures: dict[str, int] = field(default_factory=dict)
-    examples: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class PartialAnswers:
-    """How far a replica has come with its prompts.
-
-    Attributes:
-        answers: to the prompts that were taken, all answers to each in a row.
-        unfinished: the prompts that it has still.
-        dropped_tokens: how many generated tokens it has dropped since it was asked last.
-    """
-
-    answers: Answers
-    unfinished: list[Place]
-    dropped_tokens: int
 
 
 class Replicas(Protocol):
@@ -79,14 +38,6 @@ class Replicas(Protocol):
         """The replicas that can generate, ascending."""
         ...
 
-    def answer(self, shares: Mapping[int, Sequence[Work]], version: int, sampling: Sampling) -> Mapping[int, Answers]:
-        """Answer each replica's share of the work, with weights of this version or a later one.
-
-        Raises:
-            StaleWeights: the engine's weights are older, or a sync of them was interrupted.
-        """
-        ...
-
     def advance(
         self,
         prompts: Mapping[int, Sequence[Prompt]],
@@ -94,15 +45,18 @@ class Replicas(Protocol):
         version: int,
         sampling: Sampling,
         stop: Callable[[], bool] | None = None,
-    ) -> Mapping[int, PartialAnswers]:
-        """Go on with the prompts of each replica, and with these more, as `PartialRollout` says.
+        apart: bool = False,
+    ) -> Mapping[int, Answers]:
+        """Go on with the prompts of each replica, and with these more, with weights of this version or a later one.
 
         Args:
             wanted: how many prompts each replica is to complete and give back; None completes all that it has, or until
                 `stop` returns True, and gives none back.
+            apart: complete these prompts alone and give all of them back; others stay as they are. Only with
+                `async.partial` there are others.
 
         Raises:
-            StaleWeights: as for `answer`.
+            StaleWeights: the engine's weights are older, or a sync of them was interrupted.
         """
         ...
 
@@ -154,37 +108,31 @@ class EngineReplicas:
             receivers: ranks of the group for which results are, which are the same on each; on others they are
                 incomplete. By default all, which then train: experts that vLLM chose stay with the rank that has them.
         """
-        self._engine, self._tokenizer = engine, tokenizer
+        self._engine, self._group = engine, group
         self._exchange = AnswerExchange(group, recipe.machine.gpus_per_node, receivers)
         self._holder = group.rank() if receivers is None else None  # of the choices of experts
-        self._turns = Turns(recipe, engine, tokenizer, group)
-        self._multi_turn = MultiTurnRollout(self._turns, engine, group)
         reward = recipe.reward
         self._scorer = FunctionScorer(reward.name, reward.workers, reward.timeout_seconds, reward.default)
-        self._default_reward = reward.default
-        self._reported = 0  # number of dropped tokens
-        self._partial: PartialRollout | None = None
-        self._agents: AgentRollout | None = None
         assert recipe.rollout is not None, "checked when the recipe was read"
-        if recipe.rollout.agents is not None:
-            self._agents = AgentRollout(recipe, engine, tokenizer)
-        if recipe.async_.partial is not None:
-            self._partial = PartialRollout(engine, self._turns, recipe.async_)
+        self._endpoint: Endpoint | None = None
+        self._turns = Turns(recipe, engine, tokenizer, group)
+        if recipe.rollout.agents is not None and engine.leads:
+            self._endpoint = Endpoint(recipe, engine, tokenizer)
+
+        def scheduler(settings: Async) -> Scheduler[Any]:
+            continuation: Continuation[Any] = Conversations(self._turns, waves=not settings.partial)
+            if self._endpoint is not None:
+                continuation = AgentAnswers(self._endpoint, tokenizer, reward.default)
+            lead = Prompts(continuation, settings) if engine.leads else None
+            agree = self._agree if engine.steps_together and not settings.partial else bool
+            return Scheduler(engine, lead, settings.keep_cache, agree)
+
+        self._apart = scheduler(Async())
+        self._partial = scheduler(recipe.async_) if recipe.async_.partial else self._apart
 
     @property
     def numbers(self) -> Sequence[int]:
         return range(self._engine.replicas)
-
-    def answer(self, shares: Mapping[int, Sequence[Work]], version: int, sampling: Sampling) -> Mapping[int, Answers]:
-        if self._partial is not None:
-            self._partial.end_requests()
-        work = shares[self._engine.replica]
-        examples, seeds = [example for example, _ in work], [seed for _, seed in work]
-        if self._agents is not None:
-            sessions = self._agents.run(examples, seeds, version, sampling)
-            return self._of_all_replicas(self._answers_of_agents(sessions))
-        trajectories = self._multi_turn.run(examples, seeds, version, sampling)
-        return self._of_all_replicas(self._answers(trajectories))
 
     def advance(
         self,
@@ -193,59 +141,32 @@ class EngineReplicas:
         version: int,
         sampling: Sampling,
         stop: Callable[[], bool] | None = None,
-    ) -> Mapping[int, PartialAnswers]:
-        assert self._partial is not None, "only partial rollouts advance"
-        for prompt in prompts.get(self._engine.replica, ()):
-            self._partial.add(prompt)
-        taken: list[Trajectory] = []
-        if wanted is None:
-            self._partial.generate(version, len(self._partial.places), sampling, stop)
-        else:
-            count = wanted[self._engine.replica]
-            self._partial.generate(version, count, sampling, stop)
-            taken = [answer for group in self._partial.take(count, version) for answer in group.answers.values()]
-        dropped, self._reported = self._partial.dropped_tokens - self._reported, self._partial.dropped_tokens
-        return self._of_all_replicas(PartialAnswers(self._answers(taken), self._partial.places, dropped))
+        apart: bool = False,
+    ) -> Mapping[int, Answers]:
+        replica, scheduler = self._engine.replica, self._apart if apart else self._partial
+        if apart:
+            self._partial.release()
+        own, count, gives = prompts.get(replica, ()), (wanted or {}).get(replica), apart or bool(wanted)
+        answers = scheduler.advance(own, count, version, sampling, stop, gives)
+        if answers and self._holder is not None:
+            answers = replace(answers, samples=held_samples(answers.samples, self._holder))
+        return self._exchange.gather(replica, answers)
 
     def score(self, shares: Mapping[int, Sequence[Query]]) -> Mapping[int, Scores]:
-        return self._of_all_replicas(self._scorer.score(shares[self._engine.replica] if self._engine.leads else ()))
+        own = self._scorer.score(shares[self._engine.replica]) if self._engine.leads else None
+        return self._exchange.gather(self._engine.replica, own)
 
     def reset(self) -> None:
         """Drop the prompts that are being answered, as those who asked are lost."""
-        if self._partial is not None:
-            self._partial.reset()
-            self._reported = self._partial.dropped_tokens
+        self._partial.reset()
 
     def close(self) -> None:
         """End the processes that compute rewards and replies, and what agents connect to."""
         self._scorer.close()
         self._turns.close()
-        if self._agents is not None:
-            self._agents.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
 
-    def _answers(self, trajectories: Sequence[Trajectory]) -> Answers:
-        """Return answers as samples; on the ranks that do not report for their replica none."""
-        trajectories = trajectories if self._engine.leads else []
-        samples = [
-            one.sample(
-                one.example, one.example.prompt_ids, decode_part(self._tokenizer, one.tokens, one.example.prompt_ids)
-            )
-            for one in trajectories
-        ]
-        return self._with_failures(samples, OF_ENVIRONMENT, trajectories)
-
-    def _answers_of_agents(self, sessions: Sequence[Session]) -> Answers:
-        samples = [
-            sample for session in sessions for sample in samples_of(session, self._tokenizer, self._default_reward)
-        ]
-        return self._with_failures(samples, OF_AGENT, sessions)
-
-    def _with_failures(self, samples: list[Sample], who: str, talks: Sequence[Trajectory | Session]) -> Answers:
-        """Return samples with the failures of the conversations that they are of."""
-        failed = [(f"{who}{talk.failure}", talk.message) for talk in talks if talk.failure]
-        samples = samples if self._holder is None else held_samples(samples, self._holder)
-        return Answers(samples, dict(Counter(kind for kind, _ in failed)), dict(reversed(failed)))
-
-    def _of_all_replicas(self, value: T) -> dict[int, T]:
-        """Return the values of all replicas, by number; each replica's is that of its leading rank."""
-        return self._exchange.gather(self._engine.replica, value if self._engine.leads else None)
+    def _agree(self, done: bool) -> bool:
+        """Return whether all replicas are done."""
+        return not all_reduce_max([int(not done)], self._group)[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -10,19 +11,13 @@ from functools import partial
 from typing import Any
 
 from hybrid3d.config import Algorithm, Recipe
+from hybrid3d.generation.agents.answers import OF_AGENT
 from hybrid3d.generation.engine import NO_CHOICES, Sampling
 from hybrid3d.generation.evaluation import DATA_EVAL, EvalResult, HeldOutAnswer, measure, prefix_of
-from hybrid3d.generation.partial_rollout import Place, Prompt
-from hybrid3d.generation.replicas import (
-    OF_AGENT,
-    OF_ENVIRONMENT,
-    Answers,
-    PartialAnswers,
-    Replicas,
-    Work,
-    available,
-)
+from hybrid3d.generation.replicas import Replicas, available
 from hybrid3d.generation.samples import RolloutBatch, Sample, answers_of, queries_of, with_baselines, with_rewards
+from hybrid3d.generation.scheduler import Answers, Place, Prompt
+from hybrid3d.generation.turns import OF_ENVIRONMENT
 from hybrid3d.rl.data import PromptData
 from hybrid3d.scoring.functions import FINAL_ANSWERS
 from hybrid3d.scoring.scorer import Scorer, Scorers, ask_all, shares_of
@@ -153,12 +148,11 @@ class Rollouts:
     ) -> Sequence[list[Sample]]:
         """Return the answers to a batch of prompts, `_answers_per_prompt` in a row."""
         algorithm, run = self._recipe.algorithm, self._recipe.run
-        work: list[Work] = [
-            (example, seed)
+        prompts = [
+            Prompt((batch, i), example, request_seeds(run.seed, batch, i, algorithm), version)
             for i, example in enumerate(self.train.batch(batch, algorithm.prompts_per_step))
-            for seed in request_seeds(run.seed, batch, i, algorithm)
         ]
-        return self._answer(work, self._answers_per_prompt, version, sampling, failures)
+        return self._answer(prompts, version, sampling, failures)
 
     def evaluate(self, version: int, recipe: Recipe) -> EvalResult:
         """Answer the held-out problems as `evaluation` says, and score the answers.
@@ -198,12 +192,11 @@ class Rollouts:
         The seeds are the same in each evaluation, so that two of them differ by their weights only.
         """
         evaluation, final, n = recipe.evaluation, self._final_answer, recipe.evaluation.samples
-        work: list[Work] = [
-            (example, evaluation_seed(recipe.run.seed, name, example.row, i) if evaluation.temperature else None)
-            for example in data.examples
-            for i in range(n)
-        ]
-        answers = self._answer(work, n, version, Sampling.for_evaluation(recipe), failures)
+        prompts = []
+        for i, example in enumerate(data.examples):
+            seeds = [evaluation_seed(recipe.run.seed, name, example.row, k) for k in range(n)]
+            prompts.append(Prompt((0, i), example, seeds if evaluation.temperature else [None] * n, version))
+        answers = self._answer(prompts, version, Sampling.for_evaluation(recipe), failures)
         answers = _with_scores(self._scorers.held_out, answers, n, failures)
         found = [
             HeldOutAnswer(first.reward, None if final is None or n == 1 else final(first.answer))
@@ -212,27 +205,27 @@ class Rollouts:
         return [found[start : start + n] for start in range(0, len(found), n)]
 
     def _answer(
-        self, work: Sequence[Work], per_prompt: int, version: int, sampling: Sampling, failures: _Failures
+        self, prompts: Sequence[Prompt], version: int, sampling: Sampling, failures: _Failures
     ) -> Sequence[list[Sample]]:
-        """Return the branches of each answer in the order of the work, `per_prompt` of which are to one prompt."""
-        answers: dict[int, list[Sample]] = {}
-        prompts = [range(start, start + per_prompt) for start in range(0, len(work), per_prompt)]
+        """Return the branches of each answer, all answers to a prompt in a row."""
+        answers: dict[int, list[list[Sample]]] = {}
 
         def ask(numbers: Mapping[int, list[int]]) -> Mapping[int, Answers]:
-            shares = {replica: [work[i] for i in of_replica] for replica, of_replica in numbers.items()}
-            return self._replicas.answer(shares, version, sampling)
+            shares = {replica: [prompts[i] for i in of_replica] for replica, of_replica in numbers.items()}
+            return self._replicas.advance(shares, None, version, sampling, apart=True)
 
-        for numbers, found in ask_all(partial(available, self._replicas), prompts, ask):
-            answers |= zip(numbers, answers_of(found.samples), strict=True)
+        for numbers, found in ask_all(partial(available, self._replicas), [[i] for i in range(len(prompts))], ask):
+            of_replica = iter(answers_of(found.samples))
+            answers |= {i: [*itertools.islice(of_replica, len(prompts[i].seeds))] for i in numbers}
             failures.add(found.failures, found.examples)
-        return [answers[i] for i in range(len(work))]
+        return [answer for i in range(len(prompts)) for answer in answers[i]]
 
     def restore(self, unfinished: Sequence[Place]) -> None:
         """Continue from a checkpoint, when the prompts at these places were drawn and not trained."""
 
 
 class PartialRollouts(Rollouts):
-    """Generates answers as `PartialRollout` says: those that a step does not wait for are trained in later steps."""
+    """Generates answers in parts: no step waits for its longest ones, which later steps go on with."""
 
     def __init__(self, *args: Any):
         super().__init__(*args)
@@ -257,22 +250,22 @@ class PartialRollouts(Rollouts):
             self._drawn = self._reported = batch
         size, per_prompt = self._answers_per_prompt, recipe.algorithm.samples_per_prompt
         most = min(recipe.async_.batches_in_flight, recipe.run.steps - version + 1)
-        while missing := recipe.algorithm.prompts_per_step - sum(len(of.samples) for of in self._taken) // size:
+        while missing := recipe.algorithm.prompts_per_step - len(self._taken_answers) // size:
             self._fill(version, most, missing, recipe)
             shares = shares_of(available(self._replicas), range(missing))
             wanted = {number: len(share) for number, share in shares.items()}
-            self._taken += [advanced.answers for advanced in self._advance(version, wanted, recipe)]
+            self._taken += self._advance(version, wanted, recipe)
         failures = _Failures()
         for of_replica in self._taken:
             failures.add(of_replica.failures, of_replica.examples)
-        drawn = [[sample] for of_replica in self._taken for sample in of_replica.samples]
+        drawn = self._taken_answers
         answers, greedy = self._scored(drawn, failures)
         self._taken = []
         self._check(failures, len(drawn), recipe.reward.max_failures)
         batches, self._reported = self._drawn - self._reported, self._drawn
         dropped, self._dropped_tokens = self._dropped_tokens, 0
         return RolloutBatch(
-            [sample for answer in answers for sample in answer],
+            [branch for answer in answers for branch in answer],
             batches=batches,
             zero_variance_groups=sum(
                 self._has_zero_variance(answers[start : start + per_prompt])
@@ -284,6 +277,10 @@ class PartialRollouts(Rollouts):
             dropped_tokens=dropped,
             greedy=greedy,
         )
+
+    @property
+    def _taken_answers(self) -> list[list[Sample]]:
+        return [answer for of_replica in self._taken for answer in answers_of(of_replica.samples)]
 
     def generate_ahead(self, version: int, recipe: Recipe, stop: Callable[[], bool]) -> None:
         """Generate answers that later steps train, until `stop` returns True.
@@ -298,7 +295,7 @@ class PartialRollouts(Rollouts):
 
     def _advance(
         self, version: int, wanted: Mapping[int, int] | None, recipe: Recipe, stop: Callable[[], bool] | None = None
-    ) -> list[PartialAnswers]:
+    ) -> list[Answers]:
         new, self._new = self._new, {}
         sampling = Sampling.for_training(recipe)
         found = self._replicas.advance(new, wanted, version, sampling, stop)

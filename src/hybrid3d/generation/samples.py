@@ -288,6 +288,11 @@ class AnswerTokens:
     experts: ExpertChoices = NO_CHOICES
     truncated: bool = False
 
+    @property
+    def generated(self) -> int:
+        """How many tokens the policy has generated."""
+        return sum(self.loss_mask)
+
     def append_generated(self, completion: Completion) -> None:
         """Append tokens that the policy generated."""
         self._append(completion.tokens, True, completion.weight_version)

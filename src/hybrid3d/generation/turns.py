@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from bisect import bisect_left
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch.distributed as dist
 from hybrid3d.config import Recipe
 from hybrid3d.distributed import broadcast_object
 from hybrid3d.generation.engine import Completion, Engine, GenerationRequest, Sampling
-from hybrid3d.generation.samples import AnswerTokens
+from hybrid3d.generation.samples import AnswerTokens, Sample
+from hybrid3d.generation.scheduler import News, Prompt
 from hybrid3d.generation.stops import Stops, find_stops, pause_tokens
 from hybrid3d.rl.data import Example
 from hybrid3d.rl.token_texts import decode_part, encode_part
@@ -27,6 +29,9 @@ from hybrid3d.scoring.environments import (
     ends_with_stop,
 )
 
+POLL_SECONDS = 0.05  # while all answers wait for replies
+OF_ENVIRONMENT = "environment_"  # prefix of the kinds of failures of environments, not of rewards
+
 
 @dataclass
 class Trajectory(AnswerTokens):
@@ -34,6 +39,7 @@ class Trajectory(AnswerTokens):
 
     Attributes:
         seed: of the first request; None samples greedily.
+        number: of its requests, one of which the engine has at a time.
         turns: texts of the policy and of the environment, alternating, without the policy's current turn.
         turn_start: index in `tokens` of the policy's current turn.
         requests: how many the engine has completed for this answer.
@@ -45,6 +51,7 @@ class Trajectory(AnswerTokens):
 
     example: Example
     seed: int | None
+    number: int = 0
     turns: list[str] = field(default_factory=list)
     turn_start: int = 0
     requests: int = 0
@@ -57,6 +64,11 @@ class Trajectory(AnswerTokens):
     def context(self) -> list[int]:
         """Token ids of the prompt and of the answer so far."""
         return [*self.example.prompt_ids, *self.tokens]
+
+    @property
+    def newest_version(self) -> int:
+        """The version of the weights that generated last."""
+        return self.versions[-1]
 
     @property
     def replies(self) -> int:
@@ -73,42 +85,12 @@ class Trajectory(AnswerTokens):
         self.requests += 1
         self.stopped = completion.stopped
 
-    def apply(self, result: TurnResult) -> None:
-        """Append the environment's reply, if it replied, and begin the policy's next turn; or finish the answer."""
-        self.done, self.failure, self.message = result.done, result.failure, result.message
-        self.truncated = result.truncated
-        if result.tokens:
-            self.turns += [result.turn, result.reply]
-            self.append_written(result.tokens)
-            self.turn_start = len(self.tokens)
-
 
 def seed_of_request(seed: int | None, number: int) -> int | None:
     """Return the seed of an answer's request by its number; the first has the answer's, None if that is greedy."""
     if seed is None or number == 0:
         return seed
     return int.from_bytes(hashlib.sha256(f"{seed}/{number}".encode()).digest()[:4], "little")
-
-
-@dataclass(frozen=True)
-class TurnResult:
-    """What follows a turn of the policy; the leading rank of a replica sends it to the others.
-
-    Attributes:
-        done: the answer is complete.
-        turn: the policy's turn, as text.
-        reply: the environment's reply to it; empty if the policy goes on within its turn.
-        tokens: of the reply.
-        failure, message, truncated: as of a `Trajectory`.
-    """
-
-    done: bool
-    turn: str = ""
-    reply: str = ""
-    tokens: tuple[int, ...] = ()
-    failure: str = ""
-    message: str = ""
-    truncated: bool = False
 
 
 class Turns:
@@ -168,38 +150,44 @@ class Turns:
             answer.truncate(lengths[bisect_left(lengths, True, key=has_stop)])
             answer.stopped, answer.truncated = True, False
 
-    def results(self, answers: Sequence[Trajectory]) -> list[TurnResult]:
-        """Return what follows each answer's current turn, when all replies are there."""
-        assert self._runner is not None, "without an environment an answer ends with its first turn"
-        asking = [answer for answer in answers if self._has_ended_turn(answer)]
-        replies = iter(self._runner.reply([self._item(answer) for answer in asking]))
-        awaited = {id(answer) for answer in asking}
-        return [self.result(answer, next(replies) if id(answer) in awaited else Reply("")) for answer in answers]
+    def replies(self, answers: Sequence[Trajectory], soon: bool) -> list[Future[Reply]]:
+        """Ask for the replies to answers' current turns, which are empty where none is asked for.
 
-    def reply_soon(self, answer: Trajectory) -> Future[Reply]:
-        """Ask for the reply to an answer's current turn, and return at once; it is empty where none is asked for."""
-        assert self._runner is not None, "without an environment an answer ends with its first turn"
-        if self._has_ended_turn(answer):
-            return self._runner.reply_soon(self._item(answer))
-        return completed(Reply(""))
-
-    def result(self, answer: Trajectory, reply: Reply) -> TurnResult:
-        """Return what follows a turn; a reply that leaves no room for one token of the policy is not appended.
-
-        The answer is truncated then, and where the policy itself has run out of tokens.
+        Args:
+            soon: return at once, and let no reply wait for another; otherwise all are there on return.
         """
+        assert self._runner is not None, "without an environment an answer ends with its first turn"
+        asking = {answer.number: self._item(answer) for answer in answers if self._has_ended_turn(answer)}
+        items = [*asking.values()]
+        found = map(self._runner.reply_soon, items) if soon else map(completed, self._runner.reply(items))
+        replies = dict(zip(asking, found, strict=True))
+        return [replies.get(answer.number) or completed(Reply("")) for answer in answers]
+
+    def go_on(self, answer: Trajectory, reply: Reply) -> None:
+        """Append a reply and begin the policy's next turn, or finish the answer.
+
+        A reply that leaves no room for one token of the policy is not appended. The answer is truncated then, and where
+        the policy itself has run out of tokens.
+        """
+        answer.done = True
         if answer.stopped:
-            return TurnResult(done=True)
-        room, last = self._max_new_tokens - len(answer.tokens), answer.tokens[-1]
+            answer.truncated = False
+            return
         if reply.text is None:
-            return TurnResult(done=True, failure=reply.failure, message=reply.message)
-        tokens = tuple(encode_part(self._tokenizer, reply.text, answer.context))
-        ended = not tokens and (last in self._end_tokens or last not in self._stop_tokens)
-        if ended:
-            return TurnResult(done=True, truncated=answer.truncated)
-        if len(tokens) >= room:
-            return TurnResult(done=True, truncated=True)
-        return TurnResult(done=False, turn=self._turn(answer), reply=reply.text, tokens=tokens)
+            answer.truncated, answer.failure, answer.message = False, reply.failure, reply.message
+            return
+        tokens, last = encode_part(self._tokenizer, reply.text, answer.context), answer.tokens[-1]
+        if not tokens and (last in self._end_tokens or last not in self._stop_tokens):
+            return
+        answer.done = answer.truncated = len(tokens) >= self._max_new_tokens - len(answer.tokens)
+        if tokens and not answer.done:
+            answer.turns += [self._turn(answer), reply.text]
+            answer.append_written(tokens)
+            answer.turn_start = len(answer.tokens)
+
+    def text(self, answer: Trajectory) -> str:
+        """Return an answer as text."""
+        return self._text(answer, 0, len(answer.tokens))
 
     def close(self) -> None:
         """End the processes that environments run in."""
@@ -230,3 +218,81 @@ class Turns:
         """Return the text of these tokens of an answer."""
         prompt = len(answer.example.prompt_ids)
         return decode_part(self._tokenizer, answer.tokens[start:end], answer.context[: prompt + start])
+
+
+class Conversations:
+    """Implements `Continuation`: the policy has one turn, or as many as the recipe's environment replies to.
+
+    Args:
+        waves: all answers' turns are awaited, and then all their replies, so that a run repeats bit for bit; otherwise
+            an answer goes on as soon as its reply is there.
+    """
+
+    failed = OF_ENVIRONMENT
+
+    def __init__(self, turns: Turns, waves: bool):
+        self._turns, self._waves = turns, waves
+        self.listens = turns.have_environment and not waves
+        self._numbers = itertools.count()
+        self._sampling = Sampling()
+        self._running: dict[int, Trajectory] = {}  # whose requests the engine has
+        self._replies: dict[int, tuple[Trajectory, Future[Reply]]] = {}  # that are awaited
+
+    def open(self, prompt: Prompt) -> list[Trajectory]:
+        return [Trajectory(prompt.example, seed, next(self._numbers)) for seed in prompt.seeds]
+
+    def restarted(self, talk: Trajectory) -> Trajectory:
+        return Trajectory(talk.example, talk.seed, talk.number)
+
+    def begin(self, talks: Sequence[Trajectory], sampling: Sampling) -> News:
+        self._sampling, held = sampling, self._running.keys() | self._replies.keys()
+        return self._requests([talk for talk in talks if talk.number not in held])
+
+    def follow(self, ended: Mapping[int, Completion], is_idle: bool) -> News:
+        self._end_turns(ended)
+        if is_idle and self._replies and not self._waves:  # where all replies are there already
+            wait([reply for _, reply in self._replies.values()], POLL_SECONDS, FIRST_COMPLETED)
+        going_on = []
+        for number, (talk, reply) in sorted(self._replies.items()):
+            if reply.done():
+                del self._replies[number]
+                self._turns.go_on(talk, reply.result())
+                going_on += [] if talk.done else [talk]
+        return self._requests(going_on)
+
+    def interrupt(self, ended: Mapping[int, Completion], parts: Mapping[int, Completion], kept: bool) -> list[int]:
+        self._end_turns(ended)
+        for number, completion in parts.items():
+            if completion.tokens:
+                self._turns.append(self._running[number], completion)
+            self._running[number].done = self._running[number].stopped
+        stopped = [number for number in parts if self._running[number].done]
+        self._running = {number: talk for number, talk in self._running.items() if kept and not talk.done}
+        return stopped if kept else []
+
+    def release(self) -> None:
+        self._running = {}
+
+    def drop(self, talks: Iterable[Trajectory]) -> list[int]:
+        numbers = [talk.number for talk in talks]
+        for number in numbers:
+            if number in self._replies:
+                self._replies.pop(number)[1].cancel()
+        return [number for number in numbers if self._running.pop(number, None) is not None]
+
+    def samples(self, talk: Trajectory) -> list[Sample]:
+        return [talk.sample(talk.example, talk.example.prompt_ids, self._turns.text(talk))]
+
+    def _requests(self, talks: Sequence[Trajectory]) -> News:
+        self._running |= {talk.number: talk for talk in talks}
+        return News({talk.number: self._turns.request(talk, self._sampling) for talk in talks})
+
+    def _end_turns(self, ended: Mapping[int, Completion]) -> None:
+        """Ask for the environment's replies to turns that have ended; without one the answers are complete."""
+        talks = [self._running.pop(number) for number in sorted(ended)]
+        for talk in talks:
+            self._turns.append(talk, ended[talk.number])
+            talk.done = not self._turns.have_environment
+        if talks and self._turns.have_environment:
+            replies = self._turns.replies(talks, soon=not self._waves)
+            self._replies |= {talk.number: (talk, reply) for talk, reply in zip(talks, replies, strict=True)}

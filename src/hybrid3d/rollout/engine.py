@@ -129,6 +129,7 @@ class RolloutEngine:
         replicas: how many there are.
         discards_weights: whether sleeping frees the weights, so that each sync must send all of them.
         leads: whether this rank reports for its replica.
+        steps_together: whether replicas share experts, so that a step of one is a step of all.
         weight_version: version of the engine's weights; None before the first sync and while a sync is incomplete.
         generated: passes of the model until now that generated tokens, and how many tokens.
     """
@@ -144,10 +145,12 @@ class RolloutEngine:
         assert rollout is not None, "checked when the recipe was read"
         self.replica, self.rank_in_replica = divmod(slots[rank], rollout.tp)
         self.replicas = len(slots) // rollout.tp
-        self.leads = self.rank_in_replica == 0
+        self.leads, self.steps_together = self.rank_in_replica == 0, rollout.dp > 1
         self.weight_version: int | None = None
         self.generated = (0, 0)
         self._submitted: dict[int, list[Completion]] = {}  # what each request has generated so far
+        # Parts of requests cost Python for each token: vLLM is asked for them only where answers may be interrupted
+        self._output_kind = RequestOutputKind.DELTA if recipe.async_.partial else RequestOutputKind.FINAL_ONLY
         self._caches_prefixes = not recipe.async_.keep_cache  # a new answer must not use what older weights computed
         self._asleep: set[EngineMemory] = set()
         self._sleeps = (  # where ranks also train; sleep mode frees GPU memory only
@@ -205,32 +208,16 @@ class RolloutEngine:
         """The part of vLLM that has the model of this rank."""
         return self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
 
-    def generate(self, requests: Sequence[GenerationRequest], version: int) -> list[Completion]:
-        """Return one completion for each request, by weights of this version or a later one.
-
-        Raises:
-            StaleWeights: the engine's weights are older, or a sync of them was interrupted.
-        """
-        current = self._check_version(version)
-        params = [_sampling_params(request) for request in requests]
-        prompts = [TokensPrompt(prompt_token_ids=list(request.prompt_ids)) for request in requests]
-        rng = torch.get_rng_state()
-        outputs = self._llm.generate(prompts, params, use_tqdm=False, lora_request=self._lora_request)
-        torch.set_rng_state(rng)  # vLLM's sampling must not advance the trainer's random state
-        lengths = [len(output.outputs[0].token_ids) for output in outputs]
-        self._count(max(lengths, default=0), sum(lengths))
-        return [self._completion(output.outputs[0], current) for output in outputs]
-
     def submit(self, requests: Mapping[int, GenerationRequest], version: int) -> None:
         """Begin to generate completions of requests, by their numbers, with weights of this version or a later one.
 
         Raises:
-            StaleWeights: as for `generate`.
+            StaleWeights: the engine's weights are older, or a sync of them was interrupted.
         """
         self._check_version(version)
         for number, request in requests.items():
             params = _sampling_params(request)
-            params.output_kind = RequestOutputKind.DELTA
+            params.output_kind = self._output_kind
             prompt = TokensPrompt(prompt_token_ids=list(request.prompt_ids))
             self._llm.llm_engine.add_request(str(number), prompt, params, lora_request=self._lora_request)
             self._submitted[number] = []
@@ -238,6 +225,13 @@ class RolloutEngine:
     def step(self) -> dict[int, Completion]:
         """Generate the next token of the submitted requests; return the completions that have ended, by number."""
         return self._step() if self._llm.llm_engine.has_unfinished_requests() else {}
+
+    def drain(self) -> dict[int, Completion]:
+        """Generate until all requests have ended, those of replicas that step together too; return the completions."""
+        ended: dict[int, Completion] = {}
+        while self._llm.llm_engine.has_unfinished_requests():
+            ended |= self._step()
+        return ended
 
     def _step(self) -> dict[int, Completion]:
         version = self._check_version()

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 from vllm.model_executor.model_loader import get_model
 
-from hybrid3d.generation.engine import Completion, GenerationRequest
+from hybrid3d.generation.engine import Completion, GenerationRequest, complete
 from hybrid3d.rollout.engine import RolloutEngine
 
 Module = torch.nn.Module
@@ -105,7 +105,7 @@ class Inspection:
 
     def answers(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Return what the engine samples with the model that it uses now."""
-        return self._engine.generate(requests, 0)
+        return complete(self._engine, requests, 0)
 
     def contents(self, model: Module) -> dict[str, torch.Tensor]:
         """Return the parameters, buffers and other tensors of all modules, by dotted name; tied ones once for each."""

@@ -11,8 +11,7 @@ from torch.distributed.distributed_c10d import Store
 
 from hybrid3d.config import Recipe
 from hybrid3d.generation.engine import Sampling
-from hybrid3d.generation.partial_rollout import Prompt
-from hybrid3d.generation.replicas import Answers, PartialAnswers, Work
+from hybrid3d.generation.scheduler import Answers, Prompt
 from hybrid3d.run.logger import RunLogger
 from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.scoring.scorer import Query, Scores
@@ -144,11 +143,6 @@ class Engines(RoleClient):
         self._refresh()
         return [engine for engine in self._taking_part if engine.ready]
 
-    def answer(self, shares: Mapping[int, Sequence[Work]], version: int, sampling: Sampling) -> Mapping[int, Answers]:
-        arguments = {"version": version, "sampling": sampling}
-        found: Mapping[int, Answers] = self._ask("answer", {"shares": shares}, arguments)
-        return found
-
     def advance(
         self,
         prompts: Mapping[int, Sequence[Prompt]],
@@ -156,11 +150,10 @@ class Engines(RoleClient):
         version: int,
         sampling: Sampling,
         stop: Callable[[], bool] | None = None,
-    ) -> Mapping[int, PartialAnswers]:
-        arguments = {"version": version, "sampling": sampling}
-        found: Mapping[int, PartialAnswers] = self._ask(
-            "advance", {"prompts": prompts, "wanted": wanted}, arguments, stop
-        )
+        apart: bool = False,
+    ) -> Mapping[int, Answers]:
+        arguments = {"version": version, "sampling": sampling, "apart": apart}
+        found: Mapping[int, Answers] = self._ask("advance", {"prompts": prompts, "wanted": wanted}, arguments, stop)
         return found
 
     def score(self, shares: Mapping[int, Sequence[Query]]) -> Mapping[int, Scores]:

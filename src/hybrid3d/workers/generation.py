@@ -22,7 +22,7 @@ from hybrid3d.watch.heartbeat import enter_phase
 from hybrid3d.watch.work_meter import record as work_record
 from hybrid3d.workers.channel import Call, Connection, Reply
 
-ACTIVITIES = {"sync": "sync", "answer": "generate", "advance": "generate", "score": "generate"}
+ACTIVITIES = {"sync": "sync", "advance": "generate", "score": "generate"}
 
 
 class GenerationRank:

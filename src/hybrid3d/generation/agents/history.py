@@ -177,6 +177,7 @@ class History:
         end = branch.turns[-1].end if branch.turns else 0
         dropped = sum(branch.loss_mask[end:])
         branch.truncate(end)
+        branch.experts = branch.experts.first(len(branch.context))
         branch.busy = False
         self.changes += 1
         if not branch.turns:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybrid3d.generation.agents.history import Call, CallResult, History, Prompt, PromptText, PromptTokens, RefusedCall
-from hybrid3d.generation.agents.sessions import Session
+from hybrid3d.generation.agents.session import Session
 from hybrid3d.rl.token_texts import decode_part
 
 # What a request may set to other values than these would make samples of another distribution than the policy's, which

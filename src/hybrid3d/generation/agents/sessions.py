@@ -1,7 +1,4 @@
-"""The sessions of agents: a server's thread takes, uses and ends them, and the engine's thread answers their calls.
-
-A session ends as samples that share a reward.
-"""
+"""The sessions of agents: a server's thread takes, uses and ends them, and the engine's thread answers their calls."""
 
 from __future__ import annotations
 
@@ -12,9 +9,9 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -30,8 +27,9 @@ from hybrid3d.generation.agents.history import (
     no_room,
 )
 from hybrid3d.generation.agents.limits import check_length
+from hybrid3d.generation.agents.session import Pending, Session
 from hybrid3d.generation.engine import Completion, GenerationRequest, Sampling
-from hybrid3d.generation.samples import AnswerTokens, Sample
+from hybrid3d.generation.scheduler import News
 from hybrid3d.generation.stops import Stops, find_stops, pause_tokens
 from hybrid3d.generation.turns import seed_of_request
 from hybrid3d.rl.data import Example
@@ -46,78 +44,8 @@ MAX_OFFERS = 3  # of a session whose agents have not made a call
 PLANS = 3  # of a call, if others change its session's history meanwhile
 
 
-@dataclass(eq=False)
-class _Pending:
-    """A call that is being answered.
-
-    Attributes:
-        start: the number of its branch's tokens before it.
-        max_new_tokens: how many tokens it may generate.
-        stops: that end the reply; at `pause_tokens` the engine pauses, as one may end there.
-    """
-
-    call: Call
-    branch: Branch
-    start: int
-    max_new_tokens: int
-    stops: Stops
-    pause_tokens: frozenset[int]
-    result: Future[CallResult] = field(default_factory=Future)
-
-    @property
-    def generated(self) -> int:
-        return len(self.branch.tokens) - self.start
-
-
-@dataclass(eq=False)
-class Session:
-    """An answer that an agent makes.
-
-    Attributes:
-        seed: of its first request; None is greedy.
-        id: which its agent knows, and nobody else; empty while nobody has it.
-        version: of the weights when it was opened.
-        sampling: how its calls are answered.
-        calls: those that are being answered, by the number of their request.
-        requests: how many the engine has been given for it.
-        active: when its agent was heard of last.
-        reward: which its agent has given; None: the recipe's reward is computed.
-        failure: the kind of failure that ended it; empty if there was none. `message` says more.
-    """
-
-    example: Example
-    seed: int | None
-    version: int
-    sampling: Sampling
-    history: History
-    id: str = ""
-    offers: int = 0
-    calls: dict[int, _Pending] = field(default_factory=dict)
-    requests: int = 0
-    active: float = 0.0
-    ended: bool = False
-    reward: float | None = None
-    failure: str = ""
-    message: str = ""
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """What follows a step of the engine; the leading rank of a replica sends it to the others.
-
-    Attributes:
-        requests: new ones by number.
-        cancelled: the numbers of those that nobody waits for any more.
-        done: all sessions have ended.
-    """
-
-    requests: Mapping[int, GenerationRequest]
-    cancelled: Sequence[int]
-    done: bool
-
-
 class SessionPool:
-    """The sessions of a replica's current share of work. Any thread may call any method."""
+    """The sessions of a replica. Any thread may call any method."""
 
     def __init__(self, tokenizer: Any, rollout: Rollout, end_tokens: Sequence[int]):
         assert rollout.agents is not None, "the recipe has agents"
@@ -125,12 +53,12 @@ class SessionPool:
         self._reader = copy.deepcopy(tokenizer)  # of prompts, in the server's thread; a tokenizer is for one thread
         self._timeout = rollout.agents.timeout_seconds
         self._changed = threading.Condition()
-        self._sessions: list[Session] = []
+        self._served: Sequence[Session] = ()
         self._by_id: dict[str, Session] = {}
         self._free: deque[Session] = deque()
         self._waiting: deque[Future[Session]] = deque()
         self._numbers = itertools.count()
-        self._new: dict[int, GenerationRequest] = {}
+        self._new: dict[int, Pending] = {}  # that the engine does not have yet
         self._running: dict[int, Session] = {}
         self._cancelled: list[int] = []
         self._closed = False
@@ -139,22 +67,12 @@ class SessionPool:
         self._find_stops = lru_cache(maxsize=64)(lambda stops: find_stops(self._reader, stops))
         self._pause_tokens = lru_cache(maxsize=64)(lambda stops: pause_tokens(self._reader, stops))
 
-    def open(self, work: Sequence[tuple[Example, int | None]], version: int, sampling: Sampling) -> list[Session]:
-        """Offer sessions to agents, one for each example and seed."""
-        with self._changed:
-            self._sessions = [
-                Session(example, seed, version, sampling, History(self._reader, self._tokenizer))
-                for example, seed in work
-            ]
-            self._by_id, self._free = {}, deque(self._sessions)
-            self._reminded = time.monotonic()
-            self._offer()
-            return self._sessions
-
     def close(self) -> None:
-        """Tell agents that wait for sessions that there are no more."""
+        """Tell agents that wait for sessions, or for a reply, that there are no more."""
         with self._changed:
             self._closed = True
+            for session in [*self._by_id.values()]:
+                self._end(session)
             for waiting in self._waiting:
                 if waiting.set_running_or_notify_cancel():
                     waiting.set_exception(RunEnded())
@@ -180,7 +98,7 @@ class SessionPool:
         """Offer a session again whose agent has gone before it got it: as if nobody had taken it."""
         with self._changed:
             session = self._by_id.get(session_id)
-            if session is not None and not session.requests:
+            if session is not None and not (session.requests or session.calls):
                 del self._by_id[session.id]
                 session.id, session.offers = "", session.offers - 1
                 self._free.appendleft(session)
@@ -225,9 +143,9 @@ class SessionPool:
                 session.history.drop(branch)
                 branch.truncated = True  # if it has turns: the agent would have gone on with it
                 raise no_room(context, start, self._rollout, call.is_chat)
-            pending = _Pending(call, branch, start, min(room, call.max_tokens or room), stops, pause_at)
+            pending = Pending(call, branch, start, min(room, call.max_tokens or room), stops, pause_at)
             self._submit(session, pending)
-            session.active = time.monotonic()
+            session.active = time.monotonic() if session.served else 0.0
             self._changed.notify_all()
             return pending.result
 
@@ -255,29 +173,90 @@ class SessionPool:
 
     # --- for the thread that generates --------------------------------------------------------------------------------
 
-    def exchange(self, ended: Mapping[int, Completion], is_idle: bool) -> Exchange:
+    def open(self, example: Example, seed: int | None, version: int) -> Session:
+        """Return a session that agents are offered from when it is served."""
+        with self._changed:
+            self._free.append(Session(example, seed, version, History(self._reader, self._tokenizer)))
+            return self._free[-1]
+
+    def serve(self, sessions: Sequence[Session], sampling: Sampling) -> News:
+        """Answer the calls of these sessions from now on, until `halt`; return what the engine does first."""
+        with self._changed:
+            now = self._reminded = time.monotonic()
+            self._served = sessions
+            for session in sessions:
+                session.served, session.active, session.sampling = True, session.active + now, sampling
+            self._offer()
+            return self._news(())
+
+    def follow(self, ended: Mapping[int, Completion], is_idle: bool) -> News:
         """Give the completions that have ended to the agents; return what the engine does next.
 
         Args:
             is_idle: the engine has no requests; then this waits a moment for some.
         """
         with self._changed:
-            for number, completion in ended.items():
-                if number in self._running:  # otherwise nobody waits for it any more
-                    self._answer(self._running.pop(number), number, completion)
+            self._answer_all(ended)
             now = time.monotonic()
             if now - self._checked > CHECK_SECONDS:
                 self._checked = now
                 self._end_silent_sessions(now)
-            done = all(session.ended for session in self._sessions)
-            if is_idle and not (self._new or done):
+            if is_idle and not (self._new or all(session.done for session in self._served)):
                 self._changed.wait(POLL_SECONDS)
-            new, self._new = self._new, {}
-            cancelled, self._cancelled = self._cancelled, []
-            return Exchange(new, [number for number in cancelled if number not in ended], done and not new)
+            return self._news(ended)
 
-    def _answer(self, session: Session, number: int, completion: Completion) -> None:
-        pending = session.calls.pop(number)
+    def halt(self, ended: Mapping[int, Completion], parts: Mapping[int, Completion], kept: bool) -> list[int]:
+        """Take what the engine has generated when it was stopped; arguments and result are those of a `Continuation`.
+
+        Agents wait for the rest meanwhile, and their time does not count.
+        """
+        with self._changed:
+            self._answer_all(ended)
+            self._answer_all({number: part for number, part in parts.items() if part.tokens}, are_parts=True)
+            now = time.monotonic()
+            for session in self._served:
+                session.served, session.active = False, session.active - now
+            self._served, self._cancelled = (), []
+            if not kept:
+                self._submit_again()
+            return [number for number in parts if number not in self._running] if kept else []
+
+    def release(self) -> None:
+        """Take note that the engine has no request any more."""
+        with self._changed:
+            self._cancelled = []
+            self._submit_again()
+
+    def drop(self, session: Session) -> list[int]:
+        """End a session whose answer nobody waits for; return the numbers of its requests that the engine has."""
+        with self._changed:
+            numbers = [number for number in session.calls if number not in self._new]
+            if session in self._free:
+                self._free.remove(session)
+            self._end(session)
+            self._cancelled = [number for number in self._cancelled if number not in numbers]
+            return numbers
+
+    def _news(self, ended: Collection[int]) -> News:
+        new = {number: pending for number, pending in self._new.items() if self._running[number].served}
+        self._new = {number: pending for number, pending in self._new.items() if number not in new}
+        cancelled, self._cancelled = self._cancelled, []
+        requests = {number: self._request(self._running[number], pending) for number, pending in new.items()}
+        return News(requests, [number for number in cancelled if number not in ended])
+
+    def _submit_again(self) -> None:
+        """Begin requests again that the engine has no more, after what it has generated of them."""
+        for number in self._running.keys() - self._new.keys():
+            session = self._running.pop(number)
+            self._submit(session, session.calls.pop(number))
+
+    def _answer_all(self, completions: Mapping[int, Completion], are_parts: bool = False) -> None:
+        for number, completion in completions.items():
+            if number in self._running:  # otherwise nobody waits for it any more
+                self._answer(self._running[number], number, completion, are_parts)
+
+    def _answer(self, session: Session, number: int, completion: Completion, is_part: bool) -> None:
+        pending = session.calls[number]
         branch, call = pending.branch, pending.call
         branch.append_generated(completion)
         tokens = tuple(branch.tokens[pending.start :])
@@ -286,6 +265,9 @@ class SessionPool:
         stops = pending.stops
         found = [(text.find(stop), stop) for stop in stops.texts if stop in text]
         ended = tokens[-1] in self._end_tokens | stops.ids or bool(found)
+        if is_part and not ended:
+            return
+        del session.calls[number], self._running[number]
         if stops.texts and not ended and pending.generated < pending.max_new_tokens:
             self._submit(session, pending)  # the engine has paused at a token that may end a stop
             return
@@ -295,25 +277,27 @@ class SessionPool:
             reply = text[: at + len(stop)] if call.include_stop else text[:at]
         branch.truncated = not ended and self._room(branch) < 1  # not where the agent asked for no more tokens
         session.history.finish(branch, call.prompt, reply, cut=reply != text)
-        session.active = time.monotonic()
+        session.active = time.monotonic()  # it is served still
         count = len(tokens)
         logprobs = tuple(branch.logprobs[-count:]) if branch.logprobs else ()
         reason = "stop" if ended else "length"
         prompt_ids = (*branch.prompt_ids, *branch.tokens[: pending.start])
         pending.result.set_result(CallResult(prompt_ids, tokens, logprobs, reply, reason))
 
-    def _submit(self, session: Session, pending: _Pending) -> None:
-        number, branch = next(self._numbers), pending.branch
-        self._new[number] = GenerationRequest(
-            prompt_ids=branch.context,
+    def _submit(self, session: Session, pending: Pending) -> None:
+        number = next(self._numbers)
+        self._new[number] = session.calls[number] = pending
+        self._running[number] = session
+
+    def _request(self, session: Session, pending: Pending) -> GenerationRequest:
+        session.requests += 1
+        return GenerationRequest(
+            prompt_ids=pending.branch.context,
             max_new_tokens=pending.max_new_tokens - pending.generated,
             stop_tokens=sorted(self._end_tokens | pending.pause_tokens),
-            seed=seed_of_request(session.seed, session.requests),
+            seed=seed_of_request(session.seed, session.requests - 1),
             sampling=replace(session.sampling, stop=()),  # which is looked for in the text of all of a call's requests
         )
-        session.requests += 1
-        session.calls[number] = pending
-        self._running[number] = session
 
     def _room(self, branch: Branch) -> int:
         """Return how many tokens may follow those of a branch."""
@@ -325,15 +309,17 @@ class SessionPool:
         return self._find_stops(tuple(dict.fromkeys((*call.stops, *self._rollout.stop))))
 
     def _offer(self) -> None:
-        """Give sessions that nobody has to agents that wait."""
-        while self._free and self._waiting:
+        """Give sessions that nobody has, and whose calls are answered now, to agents that wait."""
+        offered = deque(session for session in self._free if session.served)
+        while offered and self._waiting:
             waiting = self._waiting.popleft()
             if not waiting.set_running_or_notify_cancel():
                 continue
-            session = self._free.popleft()
+            session = offered.popleft()
+            self._free.remove(session)
             session.id = secrets.token_urlsafe(16)
             session.offers += 1
-            session.active = time.monotonic()
+            session.active = time.monotonic() if session.served else 0.0
             self._by_id[session.id] = session
             waiting.set_result(session)
 
@@ -341,7 +327,7 @@ class SessionPool:
         for number in [*session.calls]:
             self._drop(session, number)
         self._by_id.pop(session.id, None)
-        session.ended = True
+        session.done = True
         if not session.history.branches and not session.failure:
             session.failure, session.message = "no_calls", "a session ended without a call that was answered"
 
@@ -356,7 +342,7 @@ class SessionPool:
 
     def _end_silent_sessions(self, now: float) -> None:
         for session in [*self._by_id.values()]:
-            if session.calls or now - session.active < self._timeout:
+            if session.calls or not session.served or now - session.active < self._timeout:
                 continue
             if not session.history.branches and session.offers < MAX_OFFERS:
                 del self._by_id[session.id]
@@ -370,29 +356,3 @@ class SessionPool:
         if self._free and not self._by_id and now - self._reminded > REMIND_SECONDS:
             self._reminded = now
             logger.warning("%d sessions wait for agents", len(self._free))
-
-
-def samples_of(session: Session, tokenizer: Any, default: float) -> list[Sample]:
-    """Return a sample for each branch of a session that has ended, with the reward if its agent has given one.
-
-    A session without a call has one that training learns nothing from.
-
-    Args:
-        default: the reward of a session that has failed.
-    """
-    example, history = session.example, session.history
-    reward = default if session.failure else session.reward
-    if not history.branches:
-        nothing = AnswerTokens(tokens=[tokenizer.eos_token_id], loss_mask=[False], versions=[session.version])
-        return [nothing.sample(example, example.prompt_ids, "", reward)]
-    return [
-        branch.sample(
-            example,
-            branch.prompt_ids,
-            decode_part(tokenizer, branch.tokens, branch.prompt_ids),
-            reward,
-            branch=number,
-            last=branch is history.last,
-        )
-        for number, branch in enumerate(history.branches)
-    ]

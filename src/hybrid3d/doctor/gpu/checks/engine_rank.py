@@ -11,7 +11,7 @@ from hybrid3d.certify.tiny_models import CONFIGS
 from hybrid3d.config import Train
 from hybrid3d.doctor.gpu.check import expect
 from hybrid3d.doctor.gpu.checks.engines import ANSWER, recipe_of_rank
-from hybrid3d.generation.engine import GenerationRequest, Sampling
+from hybrid3d.generation.engine import GenerationRequest, Sampling, complete
 from hybrid3d.reshard.files import load_files
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rollout.engine import RolloutEngine, engine_settings
@@ -81,7 +81,7 @@ def _answers(engine: RolloutEngine, policy: Policy, recipe: Any, version: int) -
     whole, *others = PROMPTS
     part = Sampling(top_k=TOP_K)
     requests = [GenerationRequest(prompt, ANSWER, [], seed=version, sampling=part) for prompt in others]
-    answers = engine.generate([GenerationRequest(whole, ANSWER, [], seed=version), *requests], version)
+    answers = complete(engine, [GenerationRequest(whole, ANSWER, [], seed=version), *requests], version)
     kept = [probability for answer in answers[1:] for probability in answer.kept]
     is_told = len(kept) == sum(len(answer.tokens) for answer in answers[1:]) and min(kept) < 1
     expect(is_told, f"top_k={TOP_K} kept the probabilities {kept}")

@@ -1,0 +1,90 @@
+"""Lets agents make the answers of a replica: their calls are answered by its engine, all at once."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from hybrid3d import distributed
+from hybrid3d.config import Recipe
+from hybrid3d.generation.agents.program import AgentProgram
+from hybrid3d.generation.agents.server import EndpointServer
+from hybrid3d.generation.agents.session import Session, samples_of
+from hybrid3d.generation.agents.sessions import SessionPool
+from hybrid3d.generation.engine import Completion, Engine, Sampling
+from hybrid3d.generation.samples import Sample
+from hybrid3d.generation.scheduler import News, Prompt
+
+logger = logging.getLogger(__name__)
+
+OF_AGENT = "agent_"  # prefix of the kinds of failures of agents, not of rewards
+
+
+class Endpoint:
+    """What agents connect to: it listens, and runs their program if the recipe names one."""
+
+    def __init__(self, recipe: Recipe, engine: Engine, tokenizer: Any):
+        assert recipe.rollout is not None, "checked when the recipe was read"
+        assert recipe.rollout.agents is not None, "the recipe has agents"
+        tokenizer = copy.deepcopy(tokenizer)  # which the server's thread uses
+        end_tokens = [tokenizer.eos_token_id, *engine.end_tokens]
+        settings = recipe.rollout.agents
+        self.pool = SessionPool(tokenizer, recipe.rollout, end_tokens)
+        self._server = EndpointServer(self.pool, recipe.name, tokenizer, settings, distributed.rank())
+        logger.info("agents find sessions at %s/sessions", self._server.url)
+        self._program = None
+        if settings.command is not None:
+            self._program = AgentProgram(settings.command, self._server.url, self._server.key)
+
+    def check_program(self) -> None:
+        """Raise AgentFailed if the agents' program has ended."""
+        if self._program is not None:
+            self._program.check()
+
+    def close(self) -> None:
+        """Stop listening, and end the agents' program."""
+        self._server.close()
+        if self._program is not None:
+            self._program.close()
+
+
+class AgentAnswers:
+    """Implements `Continuation`: each answer is a session of an agent.
+
+    Args:
+        default_reward: of a session that has failed.
+    """
+
+    listens = True
+    failed = OF_AGENT
+
+    def __init__(self, endpoint: Endpoint, tokenizer: Any, default_reward: float):
+        self._endpoint, self._pool = endpoint, endpoint.pool
+        self._tokenizer, self._default_reward = tokenizer, default_reward
+
+    def open(self, prompt: Prompt) -> list[Session]:
+        return [self._pool.open(prompt.example, seed, prompt.version) for seed in prompt.seeds]
+
+    def restarted(self, talk: Session) -> Session:
+        return self._pool.open(talk.example, talk.seed, talk.version)
+
+    def begin(self, talks: Sequence[Session], sampling: Sampling) -> News:
+        return self._pool.serve(talks, sampling)
+
+    def follow(self, ended: Mapping[int, Completion], is_idle: bool) -> News:
+        self._endpoint.check_program()
+        return self._pool.follow(ended, is_idle)
+
+    def interrupt(self, ended: Mapping[int, Completion], parts: Mapping[int, Completion], kept: bool) -> list[int]:
+        return self._pool.halt(ended, parts, kept)
+
+    def release(self) -> None:
+        self._pool.release()
+
+    def drop(self, talks: Iterable[Session]) -> list[int]:
+        return [number for talk in talks for number in self._pool.drop(talk)]
+
+    def samples(self, talk: Session) -> list[Sample]:
+        return samples_of(talk, self._tokenizer, self._default_reward)
