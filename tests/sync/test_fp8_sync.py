@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints import IN_BLOCKS, LATENT, make_checkpoint
@@ -16,6 +17,7 @@ from run_ranks import run_ranks
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
 
 JOB = Path(__file__).parents[1] / "jobs" / "fp8_sync.py"
+PACKS = torch.cpu._is_amx_tile_supported()  # vLLM's kernels then pack experts in FP8, which a sync sends whole
 DERIVED = ("W_UV", "W_UK_T")  # of which vLLM's processing makes new ones, whatever landed
 
 
@@ -55,7 +57,8 @@ def assert_right(results: list[list[dict[str, Any]]], family: str) -> None:
                 assert [name for name in wrong if what != "landed" or not name.endswith(DERIVED)] == [], what
                 assert family in LATENT or wrong == []
         assert changes["dense_reason"] == ""
-        assert changes["received_bytes"] < 0.2 * changes["dense_bytes"] or not changes["dense_bytes"]
+        most = 1 if PACKS else 0.2
+        assert changes["received_bytes"] < most * changes["dense_bytes"] or not changes["dense_bytes"]
     early, split = (max(of_rank[1][key] for of_rank in results) for key in ("early_bytes", "split"))
     assert (early > 0) == (split == 0), "blocks that are split wait for the last update"
 
