@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import pytest
 
 from hybrid3d.config import load_recipe
-from hybrid3d.generation.agents.history import Call, PromptTokens, RefusedCall
+from hybrid3d.generation.agents.history import Call, NoSession, PromptTokens, RefusedCall
 from hybrid3d.generation.agents.session import Session, samples_of
 from hybrid3d.generation.agents.sessions import SessionPool
 from hybrid3d.generation.engine import Completion, Sampling
+from hybrid3d.generation.scheduler import News
 from hybrid3d.rl.data import Example
 from run_ranks import ROOT
 
@@ -87,3 +89,98 @@ def test_conversation_without_room_for_another_reply_is_truncated() -> None:
     assert agent.truncated() == [True]
     assert agent.call([1, 2, 9], [5, END]) == "stop"  # another branch, and this one is complete
     assert agent.truncated() == [True, False]
+
+
+class Waiting(Agent):
+    """An agent whose call is being answered."""
+
+    def __init__(self) -> None:
+        super().__init__(longest=9, context=64)
+        self.result = self.pool.begin(self.session.id, Call(PromptTokens((1, 2)), 5))
+        ((self.number, self.request),) = self.pool.follow({}, is_idle=False).requests.items()
+
+    def serve(self) -> News:
+        return self.pool.serve([self.session], Sampling())
+
+
+def part(*tokens: int, version: int = 0) -> Completion:
+    return Completion(tokens, (-1.0,) * len(tokens), version)
+
+
+def test_call_goes_on_after_an_interruption_with_what_it_has() -> None:
+    agent = Waiting()
+    assert agent.pool.halt({}, {agent.number: part(3, 4)}, kept=False) == []
+    ((number, request),) = agent.serve().requests.items()
+    assert (number != agent.number, request.prompt_ids, request.max_new_tokens) == (True, (1, 2, 3, 4), 3)
+    agent.pool.follow({number: part(5, END, version=1)}, is_idle=False)
+    assert agent.result.result(0).tokens == (3, 4, 5, END)
+    (sample,) = samples_of(agent.session, TOKENIZER, 0.0)
+    assert (tuple(sample.tokens), tuple(sample.versions)) == ((3, 4, 5, END), (0, 0, 1, 1))
+
+
+def test_call_that_keeps_its_cache_is_not_begun_again() -> None:
+    agent = Waiting()
+    assert agent.pool.halt({}, {agent.number: part(3, 4)}, kept=True) == []
+    assert not agent.serve().requests
+    agent.pool.follow({agent.number: part(5, END, version=1)}, is_idle=False)
+    assert agent.result.result(0).tokens == (3, 4, 5, END)
+
+
+def test_call_whose_part_has_ended_is_answered() -> None:
+    """As where a stop is complete with the last token before an interruption; a kept request is then cancelled."""
+    for kept in (False, True):
+        agent = Waiting()
+        assert agent.pool.halt({}, {agent.number: part(3, END)}, kept) == [agent.number] * kept
+        assert agent.result.result(0).text == "c"
+        assert not agent.serve().requests
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("gives_up", [False, True])
+def test_agent_that_leaves_while_the_engine_rests(kept: bool, gives_up: bool) -> None:
+    """It gives its call up, or ends its session: the engine drops the request once, if it has it."""
+    agent = Waiting()
+    agent.pool.halt({}, {agent.number: part(3)}, kept)
+    if gives_up:
+        agent.pool.abandon(agent.session.id, agent.result)
+    else:
+        agent.pool.end(agent.session.id, 1.0)
+    news = agent.serve()
+    assert (news.requests, news.cancelled) == ({}, [agent.number] * kept)
+    assert agent.session.done != gives_up
+    assert agent.session.generated == 0  # nobody waits for what was generated
+
+
+def test_calls_begin_again_where_the_engine_was_emptied() -> None:
+    agent = Waiting()
+    agent.pool.halt({}, {agent.number: part(3)}, kept=True)
+    agent.pool.release()
+    ((number, request),) = agent.serve().requests.items()
+    assert (number != agent.number, request.prompt_ids) == (True, (1, 2, 3))
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_session_that_is_dropped_is_gone_for_its_agent(kept: bool) -> None:
+    agent = Waiting()
+    agent.pool.halt({}, {agent.number: part(3)}, kept)
+    assert agent.pool.drop(agent.session) == [agent.number] * kept
+    assert isinstance(agent.result.exception(0), NoSession)
+    another = agent.pool.open(agent.session.example, agent.session.seed, 1)
+    news = agent.pool.serve([another], Sampling())
+    assert (news.requests, news.cancelled) == ({}, [])
+    assert agent.pool.take().result(0) is another
+
+
+def test_agents_are_not_silent_while_the_engine_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    agent = Agent(longest=9, context=64)
+    agent.call([1, 2], [3, END])
+    timeout = agent.pool._timeout
+    for resting in (0.9, 5.0):
+        now[0] += resting * timeout
+        agent.pool.halt({}, {}, kept=False)
+        now[0] += 10 * timeout
+        agent.pool.serve([agent.session], Sampling())
+        agent.pool.follow({}, is_idle=False)
+        assert agent.session.failure == ("" if resting < 1 else "hung")

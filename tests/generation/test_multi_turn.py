@@ -77,10 +77,6 @@ class Author:
     def cancel(self, numbers: Sequence[int]) -> None:
         assert not numbers
 
-    def interrupt(self) -> dict[int, Completion]:
-        assert not self.submitted
-        return {}
-
     def drain(self) -> dict[int, Completion]:
         self.asked.append([])
         completions = {}
@@ -144,7 +140,7 @@ def talk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: dist.ProcessGro
         for i in range(len(texts)):
             example = Example(i, f"p{i}", f"r{i}", (*PROMPT, i + 1))
             prompts.append(Prompt((0, i), example, [None if greedy else 100 + i], 7))
-        scheduler = Scheduler(author, Prompts(conversations, Async()), agree=agree)
+        scheduler = Scheduler(author, Prompts(conversations, Async()), Async(), agree=agree)
         try:
             found = scheduler.advance(prompts, None, 7, Sampling(0.5, stop=stop), None, gives=True)
             assert found is not None

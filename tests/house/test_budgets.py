@@ -21,7 +21,7 @@ assert SPEC.loader is not None
 structure = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(structure)
 
-FILES, LINES = 376, 59405  # of the package
+FILES, LINES = 376, 59416  # of the package
 LINES_OF_ROOM = {
     "__init__": 10,
     "__main__": 10,
@@ -57,7 +57,7 @@ LINES_OF_ROOM = {
     "weight_transfer": 1100,
     "workers": 1400,
 }
-IMPORTS = 0.0785  # the share of lines that imports take; 0.065 is aimed at
+IMPORTS = 0.0786  # the share of lines that imports take; 0.065 is aimed at
 NONE = {
     "bench": 34,
     "certify": 13,

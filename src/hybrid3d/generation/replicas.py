@@ -116,7 +116,8 @@ class EngineReplicas:
         assert recipe.rollout is not None, "checked when the recipe was read"
         self._endpoint: Endpoint | None = None
         self._turns = Turns(recipe, engine, tokenizer, group)
-        if recipe.rollout.agents is not None and engine.leads:
+        has_agents, has_environment = recipe.rollout.agents is not None, self._turns.have_environment
+        if has_agents and engine.leads:
             self._endpoint = Endpoint(recipe, engine, tokenizer)
 
         def scheduler(settings: Async) -> Scheduler[Any]:
@@ -124,8 +125,9 @@ class EngineReplicas:
             if self._endpoint is not None:
                 continuation = AgentAnswers(self._endpoint, tokenizer, reward.default)
             lead = Prompts(continuation, settings) if engine.leads else None
+            listens = has_agents or (has_environment and bool(settings.partial))
             agree = self._agree if engine.steps_together and not settings.partial else bool
-            return Scheduler(engine, lead, settings.keep_cache, agree)
+            return Scheduler(engine, lead, settings, listens, agree)
 
         self._apart = scheduler(Async())
         self._partial = scheduler(recipe.async_) if recipe.async_.partial else self._apart

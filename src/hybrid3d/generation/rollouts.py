@@ -215,8 +215,10 @@ class Rollouts:
             return self._replicas.advance(shares, None, version, sampling, apart=True)
 
         for numbers, found in ask_all(partial(available, self._replicas), [[i] for i in range(len(prompts))], ask):
-            of_replica = iter(answers_of(found.samples))
-            answers |= {i: [*itertools.islice(of_replica, len(prompts[i].seeds))] for i in numbers}
+            of_replica = answers_of(found.samples)
+            assert len(of_replica) == sum(len(prompts[i].seeds) for i in numbers), "a replica answers all it is given"
+            remaining = iter(of_replica)
+            answers |= {i: [*itertools.islice(remaining, len(prompts[i].seeds))] for i in numbers}
             failures.add(found.failures, found.examples)
         return [answer for i in range(len(prompts)) for answer in answers[i]]
 

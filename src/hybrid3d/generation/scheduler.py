@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from hybrid3d.config import Async
@@ -66,14 +65,6 @@ class Talk(Protocol):
 T = TypeVar("T", bound=Talk)
 
 
-class Asks(Enum):
-    """When a leading rank is asked what follows."""
-
-    EACH_TOKEN = "each token"  # something may come from elsewhere
-    ENDS = "ends"  # when a request has ended
-    IDLE = "idle"  # when all have, those of replicas that step together included
-
-
 @dataclass(frozen=True)
 class News:
     """What the leading rank of a replica has decided; it sends it to the others.
@@ -87,18 +78,15 @@ class News:
     requests: Mapping[int, GenerationRequest] = field(default_factory=dict)
     cancelled: Sequence[int] = ()
     done: bool = False
-    asks: Asks = Asks.IDLE
 
 
 class Continuation(Protocol[T]):
     """What makes answers go on.
 
     Attributes:
-        listens: whether something comes from elsewhere while the engine generates.
         failed: what the kinds of its failures begin with.
     """
 
-    listens: bool
     failed: str
 
     def open(self, prompt: Prompt) -> Sequence[T]:
@@ -205,15 +193,13 @@ class Prompts(Generic[T]):
         self, prompts: Iterable[Prompt], wanted: int | None, version: int, sampling: Sampling, stop: Stop
     ) -> News:
         """Begin to generate until `wanted` prompts are answered, all if it is None, or `stop` returns True."""
-        if not self._settings.partial:
-            self.reset()  # of a call that failed
         cancelled = self._restart_before(version)
         for prompt in prompts:
             self._groups.append(PromptGroup(prompt.place, prompt.version, [*self._continuation.open(prompt)]))
         self._wanted, self._version, self._stop = len(self._groups) if wanted is None else wanted, version, stop
         self._unfinished = [talk for group in self._groups for talk in group.talks if not talk.done]
         news = self._continuation.begin(self._unfinished, sampling)
-        return self._with_asks(replace(news, cancelled=[*cancelled, *news.cancelled], done=self._is_enough()))
+        return replace(news, cancelled=[*cancelled, *news.cancelled], done=self._is_enough())
 
     def follow(self, ended: Mapping[int, Completion], is_idle: bool) -> News:
         """Return what follows requests that have ended."""
@@ -221,19 +207,15 @@ class Prompts(Generic[T]):
         stopped = bool(self._stop and self._stop())
         before, self._unfinished = self._unfinished, [talk for talk in self._unfinished if not talk.done]
         changed = len(self._unfinished) < len(before)
-        return self._with_asks(replace(news, done=stopped or not before or (changed and self._is_enough())))
+        return replace(news, done=stopped or not before or (changed and self._is_enough()))
 
-    def _with_asks(self, news: News) -> News:
-        asks = Asks.ENDS if self._settings.partial else Asks.IDLE
-        return replace(news, asks=Asks.EACH_TOKEN if self._stop or self._continuation.listens else asks)
-
-    def end(self, ended: Mapping[int, Completion], parts: Mapping[int, Completion], kept: bool, gives: bool) -> News:
+    def end(self, ended: Mapping[int, Completion], parts: Mapping[int, Completion], gives: bool) -> News:
         """Take what the engine has generated when it was stopped; choose the answers to give back, if any shall be."""
-        cancelled = [*self._continuation.interrupt(ended, parts, kept)]
+        cancelled = [*self._continuation.interrupt(ended, parts, self._settings.keep_cache)]
         if gives:
             self._taken, late = self._take()
             cancelled += self._drop(late)
-        return News(cancelled=cancelled, done=True)
+        return News(cancelled=cancelled)
 
     def answers(self) -> Answers:
         """Return the answers that were chosen."""
@@ -307,7 +289,8 @@ class Scheduler(Generic[T]):
 
     Args:
         prompts: on the leading rank.
-        keeps_cache: the engine goes on by itself with requests that a call leaves unfinished.
+        settings: those of the prompts.
+        listens: something comes from elsewhere while the engine generates, such as replies or calls.
         agree: of replicas that step together: returns whether all of them are done.
     """
 
@@ -315,10 +298,12 @@ class Scheduler(Generic[T]):
         self,
         engine: Engine,
         prompts: Prompts[T] | None,
-        keeps_cache: bool = False,
+        settings: Async,
+        listens: bool = False,
         agree: Callable[[bool], bool] = bool,
     ):
-        self._engine, self._prompts, self._keeps_cache, self._agree = engine, prompts, keeps_cache, agree
+        self._engine, self._prompts, self._settings, self._listens = engine, prompts, settings, listens
+        self._agree = agree
         self._running: set[int] = set()  # the requests that the engine has
 
     def advance(
@@ -336,16 +321,21 @@ class Scheduler(Generic[T]):
         Returns:
             The answers, on the leading rank.
         """
-        lead = self._prompts
+        lead, at_each_token = self._prompts, bool(stop) or self._listens
+        at_ends_alone = not (self._settings.partial or at_each_token)
         news = self._do(None if lead is None else lead.begin(prompts, wanted, version, sampling, stop), version)
         while not self._agree(news.done):
-            ended = self._engine.drain() if news.asks == Asks.IDLE else self._engine.step()
+            ended = self._engine.drain() if at_ends_alone else self._engine.step()
             self._running -= ended.keys()
-            if ended or not self._running or news.asks == Asks.EACH_TOKEN:
+            if ended or not self._running or at_each_token:
                 news = self._do(None if lead is None else lead.follow(ended, not self._running), version)
-        ended, parts = self._engine.pause() if self._keeps_cache else ({}, self._engine.interrupt())
-        self._running = set(parts) if self._keeps_cache else set()
-        self._do(None if lead is None else lead.end(ended, parts, self._keeps_cache, gives), version)
+        ended, parts = dict[int, Completion](), dict[int, Completion]()
+        if self._settings.keep_cache:
+            ended, parts = self._engine.pause()
+        elif not at_ends_alone:
+            parts = self._engine.interrupt()
+        self._running = set(parts) if self._settings.keep_cache else set()
+        self._do(None if lead is None else lead.end(ended, parts, gives), version)
         return None if lead is None else lead.answers()
 
     def release(self) -> None:
@@ -365,6 +355,7 @@ class Scheduler(Generic[T]):
         """Do what the leading rank has decided, and return it."""
         decided = self._engine.broadcast(news)
         self._engine.cancel(decided.cancelled)
+        self._running -= {*decided.cancelled}
         self._engine.submit(decided.requests, version)
-        self._running = (self._running - {*decided.cancelled}) | decided.requests.keys()
+        self._running |= decided.requests.keys()
         return decided

@@ -232,7 +232,6 @@ class Conversations:
 
     def __init__(self, turns: Turns, waves: bool):
         self._turns, self._waves = turns, waves
-        self.listens = turns.have_environment and not waves
         self._numbers = itertools.count()
         self._sampling = Sampling()
         self._running: dict[int, Trajectory] = {}  # whose requests the engine has

@@ -131,7 +131,7 @@ class RolloutEngine:
         leads: whether this rank reports for its replica.
         steps_together: whether replicas share experts, so that a step of one is a step of all.
         weight_version: version of the engine's weights; None before the first sync and while a sync is incomplete.
-        generated: passes of the model until now that generated tokens, and how many tokens.
+        generated: passes of the model until now, and how many tokens they generated.
     """
 
     def __init__(self, recipe: Recipe, rank: int, run_id: str, slots: Sequence[int]):
@@ -269,7 +269,10 @@ class RolloutEngine:
         self.generated = (self.generated[0] + passes, self.generated[1] + tokens)
 
     def interrupt(self) -> dict[int, Completion]:
-        """End all requests that were submitted, between two tokens, and return their tokens so far, by number."""
+        """End all requests that were submitted, between two tokens, and return their tokens so far, by number.
+
+        Without `async.partial` vLLM tells the tokens of whole answers only, and there are none.
+        """
         engine, version = self._llm.llm_engine, self._check_version()
         found = {
             number: join_completions(parts, version, self._experts_of(number))

@@ -57,7 +57,6 @@ class AgentAnswers:
         default_reward: of a session that has failed.
     """
 
-    listens = True
     failed = OF_AGENT
 
     def __init__(self, endpoint: Endpoint, tokenizer: Any, default_reward: float):

@@ -45,7 +45,7 @@ class PromptText:
     messages: Messages | None = None
 
 
-Prompt = PromptTokens | PromptText
+CallPrompt = PromptTokens | PromptText
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Branch(AnswerTokens):
 
 
 @dataclass(frozen=True)
-class Continuation:
+class Extension:
     """What a call goes on with.
 
     Attributes:
@@ -126,17 +126,17 @@ class History:
         self.last: Branch | None = None
         self.changes = 0
 
-    def plan(self, prompt: Prompt) -> Continuation:
+    def plan(self, prompt: CallPrompt) -> Extension:
         """Find out what a call goes on with, which takes long for long texts; other threads may change the history."""
         changes = self.changes
         for branch, turn in self._longest_first():
             added = self._added(branch, turn, prompt)
             if added is not None:
-                return Continuation(branch, turn, tuple(added), changes)
+                return Extension(branch, turn, tuple(added), changes)
         ids = prompt.ids if isinstance(prompt, PromptTokens) else self._encode(prompt)
-        return Continuation(None, None, tuple(ids), changes)
+        return Extension(None, None, tuple(ids), changes)
 
-    def begin(self, prompt: Prompt, plan: Continuation | None = None) -> Branch:
+    def begin(self, prompt: CallPrompt, plan: Extension | None = None) -> Branch:
         """Begin a call: return the branch to which it generates, whose context is the call's prompt.
 
         Args:
@@ -154,7 +154,7 @@ class History:
         branch.busy = True
         return branch
 
-    def finish(self, branch: Branch, prompt: Prompt, reply: str, cut: bool) -> None:
+    def finish(self, branch: Branch, prompt: CallPrompt, reply: str, cut: bool) -> None:
         """End a call, whose tokens are in the branch; arguments are as in `Turn`."""
         text = prompt.text if isinstance(prompt, PromptText) else None
         first = branch.turns[-1].end if branch.turns else 0
@@ -218,7 +218,7 @@ class History:
 
         return iter(sorted(turns, key=key))
 
-    def _added(self, branch: Branch, turn: Turn, prompt: Prompt) -> Sequence[int] | None:
+    def _added(self, branch: Branch, turn: Turn, prompt: CallPrompt) -> Sequence[int] | None:
         """Return the tokens that a prompt adds to the context of a turn; None if it does not begin with this."""
         if isinstance(prompt, PromptTokens):
             context = branch.context_of(turn)
@@ -305,7 +305,7 @@ class Call:
         include_stop: whether the reply has the stop that ended it.
     """
 
-    prompt: Prompt
+    prompt: CallPrompt
     max_tokens: int | None = None
     stops: tuple[str, ...] = ()
     include_stop: bool = False

@@ -15,7 +15,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid3d.generation.agents.history import Call, CallResult, History, Prompt, PromptText, PromptTokens, RefusedCall
+from hybrid3d.generation.agents.history import (
+    Call,
+    CallPrompt,
+    CallResult,
+    History,
+    PromptText,
+    PromptTokens,
+    RefusedCall,
+)
 from hybrid3d.generation.agents.session import Session
 from hybrid3d.rl.token_texts import decode_part
 
@@ -131,7 +139,7 @@ def _refusal(key: str, value: Any) -> str:
     return f"{key}={value!r}: samples are those of the policy's own distribution, one a call: set {neutral!r}"
 
 
-def _chat(body: Mapping[str, Any], history: History) -> Prompt:
+def _chat(body: Mapping[str, Any], history: History) -> CallPrompt:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise RefusedCall("messages: expected a list of one or more messages", "invalid_value", "messages")
@@ -149,7 +157,7 @@ def _chat(body: Mapping[str, Any], history: History) -> Prompt:
     return PromptText(_valid(history.render(tuple(messages)), "messages"), tuple(messages))
 
 
-def _prompt(body: Mapping[str, Any], tokenizer_size: int) -> Prompt:
+def _prompt(body: Mapping[str, Any], tokenizer_size: int) -> CallPrompt:
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]

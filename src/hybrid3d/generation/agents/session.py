@@ -44,12 +44,11 @@ class Session:
     Attributes:
         seed: of its first request; None is greedy.
         id: which its agent knows, and nobody else; empty while nobody has it.
-        version: of the weights when it was opened.
+        version: of the weights when its prompt was drawn.
         sampling: how its calls are answered.
         calls: those that are being answered, by the number of their request.
         requests: how many the engine has been given for it.
-        served: whether its calls are answered now.
-        active: when its agent was heard of last; while it is not served, the same before now.
+        active: when its agent was heard of last, by the pool's clock.
         reward: which its agent has given; None: the recipe's reward is computed.
         failure: the kind of failure that ended it; empty if there was none. `message` says more.
     """
@@ -63,7 +62,6 @@ class Session:
     sampling: Sampling = field(default_factory=Sampling)
     calls: dict[int, Pending] = field(default_factory=dict)
     requests: int = 0
-    served: bool = False
     active: float = 0.0
     done: bool = False
     reward: float | None = None
@@ -78,7 +76,8 @@ class Session:
     @property
     def newest_version(self) -> int:
         """The version of the weights that generated last."""
-        return max(branch.versions[-1] for branch in self.history.branches if branch.versions)
+        newest = [version for branch in [*self.history.branches] for version in branch.versions[-1:]]
+        return max(newest, default=self.version)  # an agent may have given up its only call meanwhile
 
 
 def samples_of(session: Session, tokenizer: Any, default: float) -> list[Sample]:

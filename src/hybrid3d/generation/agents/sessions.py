@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import math
 import secrets
 import threading
 import time
@@ -53,7 +54,8 @@ class SessionPool:
         self._reader = copy.deepcopy(tokenizer)  # of prompts, in the server's thread; a tokenizer is for one thread
         self._timeout = rollout.agents.timeout_seconds
         self._changed = threading.Condition()
-        self._served: Sequence[Session] = ()
+        self._awaited: Sequence[Session] = ()
+        self._served_seconds, self._since = 0.0, math.inf  # until the engine was stopped last; when it began again
         self._by_id: dict[str, Session] = {}
         self._free: deque[Session] = deque()
         self._waiting: deque[Future[Session]] = deque()
@@ -145,7 +147,7 @@ class SessionPool:
                 raise no_room(context, start, self._rollout, call.is_chat)
             pending = Pending(call, branch, start, min(room, call.max_tokens or room), stops, pause_at)
             self._submit(session, pending)
-            session.active = time.monotonic() if session.served else 0.0
+            session.active = self._clock()
             self._changed.notify_all()
             return pending.result
 
@@ -174,18 +176,25 @@ class SessionPool:
     # --- for the thread that generates --------------------------------------------------------------------------------
 
     def open(self, example: Example, seed: int | None, version: int) -> Session:
-        """Return a session that agents are offered from when it is served."""
+        """Return a session that agents are offered when calls are answered."""
         with self._changed:
             self._free.append(Session(example, seed, version, History(self._reader, self._tokenizer)))
             return self._free[-1]
 
     def serve(self, sessions: Sequence[Session], sampling: Sampling) -> News:
-        """Answer the calls of these sessions from now on, until `halt`; return what the engine does first."""
+        """Answer all calls from now on, until `halt`; return what the engine does first.
+
+        The calls of other sessions are answered too: an agent that waits for a reply could not take one of these.
+
+        Args:
+            sessions: those whose end is awaited.
+            sampling: how their calls are answered.
+        """
         with self._changed:
-            now = self._reminded = time.monotonic()
-            self._served = sessions
+            self._since = self._reminded = time.monotonic()
+            self._awaited = sessions
             for session in sessions:
-                session.served, session.active, session.sampling = True, session.active + now, sampling
+                session.sampling = sampling
             self._offer()
             return self._news(())
 
@@ -201,7 +210,7 @@ class SessionPool:
             if now - self._checked > CHECK_SECONDS:
                 self._checked = now
                 self._end_silent_sessions(now)
-            if is_idle and not (self._new or all(session.done for session in self._served)):
+            if is_idle and not (self._new or all(session.done for session in self._awaited)):
                 self._changed.wait(POLL_SECONDS)
             return self._news(ended)
 
@@ -213,10 +222,8 @@ class SessionPool:
         with self._changed:
             self._answer_all(ended)
             self._answer_all({number: part for number, part in parts.items() if part.tokens}, are_parts=True)
-            now = time.monotonic()
-            for session in self._served:
-                session.served, session.active = False, session.active - now
-            self._served, self._cancelled = (), []
+            self._served_seconds, self._since = self._clock(), math.inf
+            self._cancelled = []
             if not kept:
                 self._submit_again()
             return [number for number in parts if number not in self._running] if kept else []
@@ -238,15 +245,14 @@ class SessionPool:
             return numbers
 
     def _news(self, ended: Collection[int]) -> News:
-        new = {number: pending for number, pending in self._new.items() if self._running[number].served}
-        self._new = {number: pending for number, pending in self._new.items() if number not in new}
+        new, self._new = self._new, {}
         cancelled, self._cancelled = self._cancelled, []
         requests = {number: self._request(self._running[number], pending) for number, pending in new.items()}
         return News(requests, [number for number in cancelled if number not in ended])
 
     def _submit_again(self) -> None:
         """Begin requests again that the engine has no more, after what it has generated of them."""
-        for number in self._running.keys() - self._new.keys():
+        for number in sorted(self._running.keys() - self._new.keys()):
             session = self._running.pop(number)
             self._submit(session, session.calls.pop(number))
 
@@ -277,7 +283,7 @@ class SessionPool:
             reply = text[: at + len(stop)] if call.include_stop else text[:at]
         branch.truncated = not ended and self._room(branch) < 1  # not where the agent asked for no more tokens
         session.history.finish(branch, call.prompt, reply, cut=reply != text)
-        session.active = time.monotonic()  # it is served still
+        session.active = self._clock()
         count = len(tokens)
         logprobs = tuple(branch.logprobs[-count:]) if branch.logprobs else ()
         reason = "stop" if ended else "length"
@@ -308,18 +314,20 @@ class SessionPool:
         """Return what ends the reply to a call: its own stops, and those of the recipe."""
         return self._find_stops(tuple(dict.fromkeys((*call.stops, *self._rollout.stop))))
 
+    def _clock(self) -> float:
+        """Return for how long calls were answered until now: agents are not silent while they wait for the engine."""
+        return self._served_seconds + max(0.0, time.monotonic() - self._since)
+
     def _offer(self) -> None:
-        """Give sessions that nobody has, and whose calls are answered now, to agents that wait."""
-        offered = deque(session for session in self._free if session.served)
-        while offered and self._waiting:
+        """Give sessions that nobody has to agents that wait."""
+        while self._free and self._waiting:
             waiting = self._waiting.popleft()
             if not waiting.set_running_or_notify_cancel():
                 continue
-            session = offered.popleft()
-            self._free.remove(session)
+            session = self._free.popleft()
             session.id = secrets.token_urlsafe(16)
             session.offers += 1
-            session.active = time.monotonic() if session.served else 0.0
+            session.active = self._clock()
             self._by_id[session.id] = session
             waiting.set_result(session)
 
@@ -327,9 +335,9 @@ class SessionPool:
         for number in [*session.calls]:
             self._drop(session, number)
         self._by_id.pop(session.id, None)
-        session.done = True
         if not session.history.branches and not session.failure:
             session.failure, session.message = "no_calls", "a session ended without a call that was answered"
+        session.done = True  # last, as the engine's thread reads it
 
     def _drop(self, session: Session, number: int) -> None:
         pending = session.calls.pop(number)
@@ -342,7 +350,7 @@ class SessionPool:
 
     def _end_silent_sessions(self, now: float) -> None:
         for session in [*self._by_id.values()]:
-            if session.calls or not session.served or now - session.active < self._timeout:
+            if session.calls or self._clock() - session.active < self._timeout:
                 continue
             if not session.history.branches and session.offers < MAX_OFFERS:
                 del self._by_id[session.id]
