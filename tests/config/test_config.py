@@ -550,12 +550,7 @@ def test_partial_rollouts_have_a_bound_and_whole_batches_no_say(load: Any) -> No
         "async.batches_in_flight=4: more than async.max_staleness + 1 = 3, so that prompts would be too old when they "
         "are trained: at most that"
     ]
-    for setting in ("algorithm.name=dapo", "algorithm.dynamic_sampling=2"):
-        assert problems(load, *partial, setting) == [
-            f"async.partial=restart: {setting} replaces prompts of whole batches, for which no step waits: set "
-            "algorithm.dynamic_sampling=0"
-        ]
-    load(DEMO, [*partial, "algorithm.name=dapo", "algorithm.dynamic_sampling=0"])
+    load(DEMO, [*partial, "algorithm.name=dapo"])
     experts = ["rollout.expert_parallel=true", "rollout.dp=2", "rollout.environment=calculator"]
     assert problems(load, *partial, *experts)[-1] == (
         "async.partial=restart: engines that share experts (rollout.dp=2) step together, and cannot wait for "
@@ -728,16 +723,13 @@ AGENTS = "rollout.agents.timeout_seconds=5"
         (["rollout.environment=calculator"], "agents take turns themselves: leave rollout.environment=calculator out"),
         (["reward.overlong_buffer=4"], "the length of an agent's answer is not that of one sequence"),
         (["rollout.expert_parallel=true", "rollout.dp=2"], "engines that share experts (rollout.dp=2) step together"),
-        (
-            ["async.partial=continue", "async.max_staleness=2", "algorithm.correction.kind=truncate"],
-            "a step waits for its agents: leave async.partial=continue out",
-        ),
     ],
 )
 def test_agents_refuse_settings_they_cannot_be_combined_with(load: Any, settings: list[str], problem: str) -> None:
     load(DEMO, [AGENTS, "reward.max_failures=0.5"])  # which a reward by name alone never has
     load(DEMO, [AGENTS, "reward.model=judge"])
     load(DEMO, [AGENTS, "roles.reward.ranks=2"])
+    load(DEMO, [AGENTS, "async.partial=restart", "async.max_staleness=2", "algorithm.correction.kind=truncate"])
     assert any(found.startswith(f"rollout.agents: {problem}") for found in problems(load, AGENTS, *settings))
 
 

@@ -223,11 +223,7 @@ def test_router_replay_is_refused_where_no_experts_can_be_replayed(tmp_path: Pat
             "set it to none"
         ]
     agents, replay = "rollout.agents={port: 9000}", "train.router_replay=rollout"
-    assert problems(tmp_path, RL, agents, "train.router_replay=old") == []
-    assert problems(tmp_path, RL, agents, replay) == [
-        "train.router_replay=rollout: the experts of agents' answers (rollout.agents) are not kept: set "
-        "train.router_replay=old, or leave rollout.agents out"
-    ]
+    assert problems(tmp_path, RL, agents, replay) == []
     partial = ["async.partial=continue", "async.max_staleness=1", "algorithm.correction.kind=truncate"]
     kept = [*partial, "async.keep_cache=true", "rollout.sleep=false"]
     assert problems(tmp_path, RL, *partial, replay) == problems(tmp_path, RL, *kept) == []

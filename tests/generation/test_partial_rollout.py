@@ -22,7 +22,7 @@ from hybrid3d.generation.samples import RolloutBatch
 from hybrid3d.generation.scheduler import Answers, Prompts, Scheduler
 from hybrid3d.generation.turns import Conversations, Turns
 from hybrid3d.rl.data import Example
-from hybrid3d.scoring.scorer import Scorers, Scores
+from hybrid3d.scoring.scorer import Query, Scorers, Scores
 from run_ranks import ROOT
 
 PROMPTS, ANSWERS, END = 4, 2, 0
@@ -93,13 +93,20 @@ def recipe_of(*more: str) -> Any:
     return load_recipe(ROOT / "recipes/demo-cpu.yaml", [*shape, *needed, "async.max_staleness=2", *more])
 
 
+Reward = Callable[[Query], float]
+
+
+def one(query: Query) -> float:
+    return 1.0
+
+
 class Tokenizer(SimpleNamespace):
     """Can be kept by what it is, as tokenizers can."""
 
     __hash__ = object.__hash__
 
 
-def rollouts_on(engine: Engine, group: dist.ProcessGroup, recipe: Any) -> PartialRollouts:
+def rollouts_on(engine: Engine, group: dist.ProcessGroup, recipe: Any, reward: Reward = one) -> PartialRollouts:
     tokenizer = Tokenizer(
         eos_token_id=END,
         decode=lambda tokens, **_: "".join(map(chr, tokens)),
@@ -112,14 +119,16 @@ def rollouts_on(engine: Engine, group: dist.ProcessGroup, recipe: Any) -> Partia
 
     train: Any = SimpleNamespace(batch=batch)
     replicas = EngineReplicas(recipe, engine, tokenizer, group)
-    scorer = SimpleNamespace(score=lambda queries: Scores([1.0] * len(queries)))
+    scorer = SimpleNamespace(score=lambda queries: Scores([reward(query) for query in queries]))
     return PartialRollouts(recipe, replicas, Scorers(scorer, scorer), train, {"eval": train})
 
 
-def run(recipe: Any, length: Callable[[int, int], int], steps: int, group: Any) -> tuple[list[RolloutBatch], Engine]:
+def run(
+    recipe: Any, length: Callable[[int, int], int], steps: int, group: Any, reward: Reward = one
+) -> tuple[list[RolloutBatch], Engine]:
     """Generate the samples of all steps; the weights have a new version at each."""
     engine, batch = Engine(length), 0
-    rollouts, found = rollouts_on(engine, group, recipe), []
+    rollouts, found = rollouts_on(engine, group, recipe, reward), []
     for step in range(steps):
         engine.version = step
         found.append(rollouts.generate_batch(step, batch, recipe))
@@ -202,6 +211,31 @@ def test_answers_that_restart_are_of_one_version(alone: dist.ProcessGroup) -> No
     assert all(len(set(sample.versions)) == 1 for batch in batches for sample in batch.samples)
     assert tuple(batches[2].samples[0].tokens) == (102,) * 11 + (END,)
     assert [batch.dropped_tokens for batch in batches] == [0, 10, 10]
+
+
+@pytest.mark.parametrize("extra", [1, 5])
+def test_prompts_that_teach_nothing_are_replaced_in_parts_too(alone: dist.ProcessGroup, extra: int) -> None:
+    """The answers to prompts 1 to 6 have equal rewards. Those to prompt 0 have 12 tokens, all others 5."""
+    rewards: Counter[int] = Counter()
+
+    def reward(query: Query) -> float:
+        prompt = int(query.prompt)
+        rewards[prompt] += 1
+        return 1.0 if 1 <= prompt <= 6 else float(rewards[prompt] % 2)
+
+    recipe = recipe_of(f"algorithm.dynamic_sampling={extra}", "async.batches_in_flight=3")
+    batches, _ = run(recipe, lambda prompt, answer: 5 if prompt else 12, 2, alone, reward)
+    assert rewards == dict.fromkeys(rewards, ANSWERS)  # each answer is scored once
+    if extra == 1:  # of eight prompts
+        assert trained(batches[0]) == [1, 2, 7, 8]
+        assert set(rewards) == {*range(1, 13)}
+    else:
+        assert trained(batches[0]) == [7, 8, 0, 9]
+        assert set(rewards) == {*range(14)}
+    assert [batch.zero_variance_groups for batch in batches] == [6, 0]
+    left = {place[0] * PROMPTS + place[1] for place in batches[1].unfinished or ()}
+    assert left.isdisjoint(rewards)
+    assert left | set(rewards) == {*range(PROMPTS * sum(batch.batches for batch in batches))}  # none is lost
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -307,8 +341,8 @@ def test_lost_replica_loses_no_prompt(alone: dist.ProcessGroup, by_another: bool
 
     losing = LosingReplicas(make)
     rollouts._replicas = losing  # type: ignore[assignment]
-    one = rollouts.generate_batch(0, 0, recipe)
-    assert trained(one) == [1, 2, 3, 4]
+    first_batch = rollouts.generate_batch(0, 0, recipe)
+    assert trained(first_batch) == [1, 2, 3, 4]
     if during:
 
         def lose() -> None:
@@ -328,7 +362,7 @@ def test_lost_replica_loses_no_prompt(alone: dist.ProcessGroup, by_another: bool
     engine.version = 1
     three = rollouts.generate_batch(1, 0, recipe)
     assert 0 not in trained(three) or three.samples[0].versions[0] == 0
-    assert sum(batch.batches for batch in (one, two, three)) == 4
+    assert sum(batch.batches for batch in (first_batch, two, three)) == 4
 
 
 def test_generation_ahead_stops_when_it_is_told(alone: dist.ProcessGroup) -> None:

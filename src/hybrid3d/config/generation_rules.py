@@ -62,14 +62,6 @@ def _check_partial(recipe: Recipe, ahead: Async, rollout: Rollout) -> Iterator[R
             f"async.batches_in_flight={ahead.batches_in_flight}: more than async.max_staleness + 1 = "
             f"{ahead.max_staleness + 1}, so that prompts would be too old when they are trained: at most that",
         )
-    if recipe.algorithm.combination.dynamic_sampling:
-        extra = recipe.algorithm.dynamic_sampling
-        setting = f"algorithm.dynamic_sampling={extra}" if extra else f"algorithm.name={recipe.algorithm.name}"
-        yield not_built(
-            "async.partial algorithm.dynamic_sampling",
-            f"async.partial={ahead.partial}: {setting} replaces prompts of whole batches, for which no step waits: set "
-            "algorithm.dynamic_sampling=0",
-        )
     if rollout.environment is not None and rollout.dp > 1:
         yield not_built(
             "async.partial rollout.environment rollout.dp",
@@ -111,7 +103,7 @@ def check_evaluation(recipe: Recipe) -> Iterator[Refusal]:
 
 def check_agents(recipe: Recipe) -> Iterator[Refusal]:
     """Yield what cannot be combined with agents."""
-    rollout, ahead, reward = recipe.rollout, recipe.async_, recipe.reward
+    rollout, reward = recipe.rollout, recipe.reward
     if rollout is None or rollout.agents is None:
         return
     agents, last_port = "rollout.agents", rollout.agents.port + recipe.world_size - 1
@@ -125,11 +117,6 @@ def check_agents(recipe: Recipe) -> Iterator[Refusal]:
         yield definition(
             "rollout.agents rollout.environment",
             f"{agents}: agents take turns themselves: leave rollout.environment={rollout.environment} out",
-        )
-    if ahead.partial is not None:
-        yield not_built(
-            "rollout.agents async.partial",
-            f"{agents}: a step waits for its agents: leave async.partial={ahead.partial} out",
         )
     if rollout.dp > 1:
         yield not_built(
@@ -150,12 +137,6 @@ def check_router_replay(recipe: Recipe) -> Iterator[Refusal]:
     replay, rollout = recipe.train.router_replay, recipe.rollout
     if replay != "rollout" or rollout is None:
         return
-    if rollout.agents is not None:
-        yield not_built(
-            "train.router_replay rollout.agents",
-            f"train.router_replay={replay}: the experts of agents' answers (rollout.agents) are not kept: set "
-            "train.router_replay=old, or leave rollout.agents out",
-        )
     if recipe.async_.keep_cache:
         yield by_engine(
             VLLM,

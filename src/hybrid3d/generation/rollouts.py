@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,6 +16,7 @@ from hybrid3d.generation.evaluation import DATA_EVAL, EvalResult, HeldOutAnswer,
 from hybrid3d.generation.replicas import Replicas, available
 from hybrid3d.generation.samples import RolloutBatch, Sample, answers_of, queries_of, with_baselines, with_rewards
 from hybrid3d.generation.scheduler import Answers, Place, Prompt
+from hybrid3d.generation.selection import Failures, Selection
 from hybrid3d.generation.turns import OF_ENVIRONMENT
 from hybrid3d.rl.data import PromptData
 from hybrid3d.scoring.functions import FINAL_ANSWERS
@@ -52,9 +52,8 @@ class Rollouts:
     def generate_batch(self, version: int, batch: int, recipe: Recipe) -> RolloutBatch:
         """Generate a step's samples.
 
-        Groups of a prompt's samples with equal rewards have zero advantages: up to `extra_batches` further batches of
-        prompts are generated to replace them (DAPO, arXiv 2503.14476, section 3.2). Where they still do not suffice,
-        such groups fill the batch.
+        Where a prompt's answers have equal rewards, up to `extra_batches` further batches of prompts are generated: see
+        `Selection`.
 
         Args:
             version: the engine's weights must have this version or a later one.
@@ -66,34 +65,34 @@ class Rollouts:
             FailedRewards: more than `reward.max_failures` of the samples' rewards failed, or all of them.
             NoReplicas: all replicas have been lost.
         """
-        wanted, per_prompt = recipe.algorithm.prompts_per_step, recipe.algorithm.samples_per_prompt
-        extra, failures = extra_batches(recipe), _Failures()
-        groups: list[list[Sample]] = []  # the answers to a prompt, with all their branches
-        greedy: list[Sample] = []
-        found: list[int] = []
-        fillers: list[int] = []
-        batches = zero_variance = 0
-        while len(found) < wanted and batches <= extra:
-            drawn = self._answer_prompts(version, batch + batches, Sampling.for_training(recipe), failures)
-            answers, of_prompts = self._scored(drawn, failures)
-            greedy += of_prompts
-            for start in range(0, len(answers), per_prompt):
-                of_prompt = answers[start : start + per_prompt]
-                uniform = self._has_zero_variance(of_prompt)
-                (fillers if uniform and extra else found).append(len(groups))
-                groups.append([branch for answer in of_prompt for branch in answer])
-                zero_variance += uniform
+        selection = Selection(recipe.algorithm.prompts_per_step, extra_batches(recipe))
+        batches = 0
+        while selection.missing:
+            drawn = self._answer_prompts(version, batch + batches, Sampling.for_training(recipe), selection.failures)
+            self._select(drawn, selection)
             batches += 1
-        self._check(failures, batches * wanted * self._answers_per_prompt, self._recipe.reward.max_failures)
-        # In the order of generation, so that no minibatch has fillers only
-        chosen = sorted([*found, *fillers][:wanted])
+        return self._batch(selection, batches)
+
+    def _select(self, answers: Sequence[list[Sample]], selection: Selection) -> None:
+        """Score answers, all answers to a prompt in a row, and add them to a step's."""
+        scored, greedy = self._scored(answers, selection.failures)
+        selection.greedy += greedy
+        per_prompt = self._recipe.algorithm.samples_per_prompt
+        for start in range(0, len(scored), per_prompt):
+            of_prompt = scored[start : start + per_prompt]
+            selection.add(of_prompt, self._has_zero_variance(of_prompt))
+
+    def _batch(self, selection: Selection, batches: int) -> RolloutBatch:
+        """Return a step's samples; `batches` of prompts were drawn for them."""
+        failures = selection.failures
+        self._check(failures, selection.prompts * self._answers_per_prompt, self._recipe.reward.max_failures)
         return RolloutBatch(
-            [sample for index in chosen for sample in groups[index]],
+            selection.samples(),
             batches,
-            zero_variance,
+            selection.zero_variance,
             dict(failures.counts),
             failures.examples,
-            greedy=greedy,
+            greedy=selection.greedy,
         )
 
     @property
@@ -107,7 +106,7 @@ class Rollouts:
         return self._recipe.reward.model is None and len(answers) > 1 and len(rewards) == 1
 
     def _scored(
-        self, answers: Sequence[list[Sample]], failures: _Failures
+        self, answers: Sequence[list[Sample]], failures: Failures
     ) -> tuple[Sequence[list[Sample]], list[Sample]]:
         """Return the answers that are trained on, with rewards and baselines, and greedy answers.
 
@@ -123,7 +122,7 @@ class Rollouts:
         scored = _with_scores(self._scorers.training, answers, size, failures)
         return (with_baselines(scored, size) if has_greedy else scored), []
 
-    def _check(self, failures: _Failures, samples: int, allowed: float, where: str = "") -> None:
+    def _check(self, failures: Failures, samples: int, allowed: float, where: str = "") -> None:
         """Raise FailedRewards if more than the fraction `allowed` failed, or all rewards or all environments did."""
         counts, failed = failures.counts, failures.counts.total()
         of_environment = sum(count for kind, count in counts.items() if kind.startswith((OF_ENVIRONMENT, OF_AGENT)))
@@ -144,7 +143,7 @@ class Rollouts:
         raise FailedRewards(f"{failed} of {samples} {what} failed{where}: {kinds}; {bound}: {fix}")
 
     def _answer_prompts(
-        self, version: int, batch: int, sampling: Sampling, failures: _Failures
+        self, version: int, batch: int, sampling: Sampling, failures: Failures
     ) -> Sequence[list[Sample]]:
         """Return the answers to a batch of prompts, `_answers_per_prompt` in a row."""
         algorithm, run = self._recipe.algorithm, self._recipe.run
@@ -166,9 +165,9 @@ class Rollouts:
             NoReplicas: all replicas have been lost.
         """
         metrics: dict[str, float] = {}
-        failures = _Failures()
+        failures = Failures()
         for name, data in self.held_out.items():
-            of_file = _Failures()
+            of_file = Failures()
             groups = self._answer_held_out(name, data, version, recipe, of_file)
             where = "" if name == DATA_EVAL else f" of evaluation.data.{name}"
             self._check(of_file, sum(map(len, groups)), allowed=1.0, where=f" on held-out problems{where}")
@@ -185,7 +184,7 @@ class Rollouts:
         return None if has_agents else FINAL_ANSWERS.get(self._recipe.reward.name)
 
     def _answer_held_out(
-        self, name: str, data: PromptData, version: int, recipe: Recipe, failures: _Failures
+        self, name: str, data: PromptData, version: int, recipe: Recipe, failures: Failures
     ) -> list[list[HeldOutAnswer]]:
         """Return the answers to each problem of a file.
 
@@ -205,7 +204,7 @@ class Rollouts:
         return [found[start : start + n] for start in range(0, len(found), n)]
 
     def _answer(
-        self, prompts: Sequence[Prompt], version: int, sampling: Sampling, failures: _Failures
+        self, prompts: Sequence[Prompt], version: int, sampling: Sampling, failures: Failures
     ) -> Sequence[list[Sample]]:
         """Return the branches of each answer, all answers to a prompt in a row."""
         answers: dict[int, list[list[Sample]]] = {}
@@ -237,7 +236,9 @@ class PartialRollouts(Rollouts):
         self._drawn: int | None = None  # the number of batches of prompts that were drawn
         self._reported = 0  # the number of them that were reported
         self._dropped_tokens = 0  # since the last report
-        self._taken: list[Answers] = []  # of the step, which goes on after all replicas were lost
+        # Of the step, which goes on after all replicas were lost; those that were taken are not scored yet
+        self._selection: Selection | None = None
+        self._taken: list[Answers] = []
 
     def restore(self, unfinished: Sequence[Place]) -> None:
         """Draw the prompts again whose answers were not complete, or not trained, when the checkpoint was written."""
@@ -250,39 +251,25 @@ class PartialRollouts(Rollouts):
         """
         if self._drawn is None:
             self._drawn = self._reported = batch
-        size, per_prompt = self._answers_per_prompt, recipe.algorithm.samples_per_prompt
         most = min(recipe.async_.batches_in_flight, recipe.run.steps - version + 1)
-        while missing := recipe.algorithm.prompts_per_step - len(self._taken_answers) // size:
-            self._fill(version, most, missing, recipe)
-            shares = shares_of(available(self._replicas), range(missing))
-            wanted = {number: len(share) for number, share in shares.items()}
-            self._taken += self._advance(version, wanted, recipe)
-        failures = _Failures()
-        for of_replica in self._taken:
-            failures.add(of_replica.failures, of_replica.examples)
-        drawn = self._taken_answers
-        answers, greedy = self._scored(drawn, failures)
-        self._taken = []
-        self._check(failures, len(drawn), recipe.reward.max_failures)
+        selection = self._selection or Selection(recipe.algorithm.prompts_per_step, extra_batches(recipe))
+        self._selection = selection
+        while self._taken or selection.missing:
+            if not self._taken:
+                self._fill(version, most, selection.missing, recipe)
+                shares = shares_of(available(self._replicas), range(selection.missing))
+                wanted = {number: len(share) for number, share in shares.items()}
+                self._taken = self._advance(version, wanted, recipe)
+            taken = [answer for of_replica in self._taken for answer in answers_of(of_replica.samples)]
+            self._select(taken, selection)
+            for of_replica in self._taken:
+                selection.failures.add(of_replica.failures, of_replica.examples)
+            self._taken = []
+        self._selection = None
         batches, self._reported = self._drawn - self._reported, self._drawn
         dropped, self._dropped_tokens = self._dropped_tokens, 0
-        return RolloutBatch(
-            [branch for answer in answers for branch in answer],
-            batches=batches,
-            zero_variance_groups=sum(
-                self._has_zero_variance(answers[start : start + per_prompt])
-                for start in range(0, len(answers), per_prompt)
-            ),
-            failures=dict(failures.counts),
-            examples=failures.examples,
-            unfinished=sorted([*self._redrawn, *(place for places in self._places.values() for place in places)]),
-            dropped_tokens=dropped,
-            greedy=greedy,
-        )
-
-    @property
-    def _taken_answers(self) -> list[list[Sample]]:
-        return [answer for of_replica in self._taken for answer in answers_of(of_replica.samples)]
+        unfinished = sorted([*self._redrawn, *(place for places in self._places.values() for place in places)])
+        return replace(self._batch(selection, batches), unfinished=unfinished, dropped_tokens=dropped)
 
     def generate_ahead(self, version: int, recipe: Recipe, stop: Callable[[], bool]) -> None:
         """Generate answers that later steps train, until `stop` returns True.
@@ -343,20 +330,8 @@ def make_rollouts(recipe: Recipe, *args: Any) -> Rollouts:
     return (Rollouts if recipe.async_.partial is None else PartialRollouts)(recipe, *args)
 
 
-class _Failures:
-    """Conversations and rewards that failed, by kind, and an example of each kind."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.examples: dict[str, str] = {}
-
-    def add(self, counts: Mapping[str, int], examples: Mapping[str, str]) -> None:
-        self.counts.update(counts)
-        self.examples = {**examples, **self.examples}
-
-
 def _with_scores(
-    scorer: Scorer, answers: Sequence[list[Sample]], per_prompt: int, failures: _Failures
+    scorer: Scorer, answers: Sequence[list[Sample]], per_prompt: int, failures: Failures
 ) -> list[list[Sample]]:
     scores = scorer.score(queries_of(answers, per_prompt))
     failures.add(scores.failures, scores.examples)
@@ -364,7 +339,7 @@ def _with_scores(
 
 
 def extra_batches(recipe: Recipe) -> int:
-    """Return the maximum number of extra batches of prompts for dynamic sampling: see `Rollouts.generate_batch`."""
+    """Return the maximum number of extra batches of prompts for dynamic sampling: see `Selection`."""
     # A reward model's scores are hardly ever equal
     return recipe.algorithm.combination.dynamic_sampling if recipe.reward.model is None else 0
 
