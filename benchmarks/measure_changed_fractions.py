@@ -13,6 +13,7 @@ import math
 import statistics
 import sys
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,22 +53,23 @@ def measure(lr: str, out: Path) -> None:
     from hybrid3d.run.health import Guard
     from hybrid3d.run.logger import RunLogger
     from hybrid3d.train.megatron.engine import MegatronEngine
-    from hybrid3d.trainer.colocated import Colocated
+    from hybrid3d.trainer.local_generator import LocalGenerator
+    from hybrid3d.trainer.trainer import Trainer
 
     folder = RunFolder.for_recipe(recipe)
     folder.create(recipe)
-    roles = Colocated(
-        recipe, MegatronEngine(), group, [0], Guard(RunLogger(folder, 0, Display(recipe.name, recipe.run.steps, None)))
-    )
-    policy, rows, batch = roles.models.policy, [], 0
+    guard = Guard(RunLogger(folder, 0, Display(recipe.name, recipe.run.steps, None)))
+    make = partial(LocalGenerator, recipe=recipe, group=group, slots=[0])
+    trainer = Trainer(recipe, MegatronEngine(), group, make, guard)
+    policy, rows, batch = trainer.models.policy, [], 0
     for step in range(recipe.run.steps):
-        roles.sync(step, recipe)
-        generated = roles.generate_batch(step, batch, recipe)
+        trainer.sync(step, recipe)
+        generated = trainer.generate_batch(step, batch, recipe)
         batch += generated.batches
-        experience = roles.make_experience(generated, step, recipe)
+        experience = trainer.make_experience(generated, step, recipe)
         predicted = predict(policy, recipe, step)
         before = {name: tensor.detach().clone() for name, tensor in policy.weights.tensors.items()}
-        metrics = roles.update(experience, step, recipe)
+        metrics = trainer.update(experience, step, recipe)
         rows.append(
             {
                 "update": step + 1,
@@ -79,7 +81,7 @@ def measure(lr: str, out: Path) -> None:
         )
         print(rows[-1], file=sys.stderr, flush=True)
     elements = by_kind((name, tensor.numel()) for name, tensor in policy.weights.tensors.items())
-    roles.close(recipe)
+    trainer.close(recipe)
     out.write_text(json.dumps({"elements": elements, "rows": rows}), encoding="utf-8")
 
 

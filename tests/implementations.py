@@ -25,10 +25,10 @@ from hybrid3d.train.megatron.policy import Policy
 from hybrid3d.train.megatron.value_model import ValueModel
 from hybrid3d.train.model_scorer import ModelScorer
 from hybrid3d.train.trained_model import PolicyModel, ScoringModel, TrainedModel, TrainEngine
-from hybrid3d.trainer.colocated import Colocated
-from hybrid3d.trainer.protocols import Roles
-from hybrid3d.trainer.remote_generator import TrainingRank
+from hybrid3d.trainer.local_generator import LocalGenerator
+from hybrid3d.trainer.remote_generator import RemoteGenerator
 from hybrid3d.trainer.scorers import OfFirstRank
+from hybrid3d.trainer.trainer import Generator
 from hybrid3d.workers.engines import Engines
 from hybrid3d.workers.generation import GenerationRank
 from hybrid3d.workers.loop import RoleRank
@@ -46,5 +46,5 @@ ROLLOUT_ENGINES: tuple[type[Engine], ...] = (RolloutEngine,)
 CONTINUATIONS: tuple[type[Continuation[Any]], ...] = (Conversations, AgentAnswers)
 REPLICAS: tuple[type[Replicas], ...] = (EngineReplicas, Engines)
 SCORERS: tuple[type[Scorer], ...] = (FunctionScorer, ReplicaScorer, WorkerScorer, ModelScorer, Given, OfFirstRank)
-ROLES: tuple[type[Roles], ...] = (Colocated, TrainingRank)
+GENERATORS: tuple[type[Generator], ...] = (LocalGenerator, RemoteGenerator)
 WORKERS: tuple[type[RoleRank], ...] = (GenerationRank, RewardRank)

@@ -32,7 +32,7 @@ PRELOADED = (
     "hybrid3d.planning.fitting",
     "hybrid3d.planning.page",
     "hybrid3d.planning.report",
-    "hybrid3d.trainer.colocated",
+    "hybrid3d.trainer.local_generator",
     "hybrid3d.trainer.rl",
     "hybrid3d.trainer.data_loops",
     "matplotlib.pyplot",

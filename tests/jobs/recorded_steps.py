@@ -24,7 +24,6 @@ from hybrid3d import distributed
 from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.generation.evaluation import EvalResult
 from hybrid3d.generation.samples import RolloutBatch, Sample
-from hybrid3d.inputs.models import read_config
 from hybrid3d.reshard.ends import NamedTensors
 from hybrid3d.run.display import Display
 from hybrid3d.run.folder import RunFolder, checkpoint_folder
@@ -33,39 +32,30 @@ from hybrid3d.run.live_settings import LiveSettings
 from hybrid3d.run.logger import RunLogger
 from hybrid3d.run.metrics import PhaseTimer, StepMetrics
 from hybrid3d.run.progress import Progress
+from hybrid3d.sync import SyncReport
 from hybrid3d.train.megatron import checkpoint, runtime
 from hybrid3d.train.megatron.engine import MegatronEngine
-from hybrid3d.train.megatron.policy import Policy
 from hybrid3d.trainer.checkpoints import Checkpoints
-from hybrid3d.trainer.learner import Learner
 from hybrid3d.trainer.models import Models
 from hybrid3d.trainer.rl import train_rl
+from hybrid3d.trainer.step_log import StepLog
 from hybrid3d.trainer.step_recorder import StepRecorder
+from hybrid3d.trainer.trainer import Trainer
 
 INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
-class NothingSynced:
-    corrupted, dense_reason, choice = (), "", MappingProxyType({})
+class MadeUpSamples:
+    """Implements `Generator` without an engine."""
 
-    def metrics(self) -> StepMetrics:
-        return StepMetrics()
-
-
-class TrainsMadeUpSamples:
-    """`Roles` whose generator makes samples up; it trains as the others do."""
-
+    shares_devices = False
     activities: Mapping[str, str] = MappingProxyType({})
 
-    def __init__(self, recipe: Recipe, guard: Guard, group: dist.ProcessGroup):
-        policy = Policy(read_config(recipe.model.path), recipe, group.rank())
-        self.models = Models.of(MegatronEngine(), recipe, policy, group)
-        self.learner = Learner(recipe, self.models, guard, 0, group)
-        self.restore, self.make_experience = self.learner.restore, self.learner.make_experience
-        self.update = self.learner.update
+    def __init__(self, policy: Any, tokenizer: Any, train: Any, held_out: Any, overlaps: bool):
+        pass
 
-    def sync(self, version: int, recipe: Recipe) -> NothingSynced:
-        return NothingSynced()
+    def sync(self, version: int, recipe: Recipe) -> SyncReport:
+        return SyncReport(0.0, 0.0, 0, 0, 0, 0, 0, 0, 0)
 
     def evaluate(self, version: int, recipe: Recipe) -> EvalResult:
         return EvalResult({"eval/accuracy": 0.0, "eval/reward": 0.0}, {})
@@ -73,18 +63,16 @@ class TrainsMadeUpSamples:
     def generate_batch(self, version: int, batch: int, recipe: Recipe) -> RolloutBatch:
         return RolloutBatch(samples_of(version, recipe))
 
-    @property
-    def progress(self) -> Progress:
-        return self.learner.progress
-
-    def worker_spans(self, begin: float, end: float) -> dict[int, Any]:
-        return {}
-
-    def pop_worker_peak_memory(self) -> dict[int, Any]:
-        return {}
-
-    def close(self, recipe: Recipe) -> None:
+    def begin_update(self, step: int, recipe: Recipe) -> None:
         pass
+
+    def end_update(self, recipe: Recipe, busy: float) -> StepMetrics:
+        return StepMetrics()
+
+    def restore(self, progress: Progress) -> None:
+        pass
+
+    begin = end = leave = close = lambda self: None
 
 
 def samples_of(step: int, recipe: Recipe) -> list[Sample]:
@@ -117,20 +105,20 @@ def flip(models: Models, fault: dict[str, Any], rank: int) -> list[Any]:
     return distributed.gather_objects(found, dist.group.WORLD)[on]
 
 
-def train_faulty(roles: TrainsMadeUpSamples, recipe: Recipe, start: Path, out: Path, fault: dict[str, Any]) -> None:
+def train_faulty(trainer: Trainer, recipe: Recipe, start: Path, out: Path, fault: dict[str, Any]) -> None:
     """Train from a checkpoint to the step of a fault, and write what was done to `fault.json`."""
     group, rank = dist.group.WORLD, dist.get_rank()
-    models, folder = roles.models, RunFolder(out)
-    roles.restore(Progress.from_json(checkpoint.load(models.trained, start, group)), recipe)
+    models, folder = trainer.models, RunFolder(out)
+    trainer.restore(Progress.from_json(checkpoint.load(models.trained, start, group)), recipe)
     recorder = StepRecorder(models.trained, models.policy.is_reporting_rank, folder, group)
     for step in range(fault["from"], fault["step"] + 1):
         generated, timer = RolloutBatch(samples_of(step, recipe)), PhaseTimer()
         if step == fault["step"] and fault["before"]:
             done = flip(models, fault, rank)
-        experience = roles.make_experience(generated, step, recipe)
-        recorder.begin(step, recipe, roles.progress, timer)
+        experience = trainer.make_experience(generated, step, recipe)
+        recorder.begin(step, recipe, trainer.progress, timer)
         metrics = experience.metrics
-        metrics.update(roles.update(experience, step, recipe))
+        metrics.update(trainer.update(experience, step, recipe))
         if step == fault["step"] and not fault["before"]:
             done = flip(models, fault, rank)
         recorder.finish(step, recipe, generated, experience, metrics.reduce(group), timer)
@@ -147,14 +135,14 @@ def train_run(recipe: Recipe, folder: RunFolder, faults: list[dict[str, Any]]) -
     dist.barrier()
     run_record = RunLogger(folder, rank, Display(recipe.name, recipe.run.steps, None))
     live, guard = LiveSettings(recipe, run_record, {}, group), Guard(run_record)
-    roles = TrainsMadeUpSamples(recipe, guard, group)
-    models = roles.models
+    trainer = Trainer(recipe, MegatronEngine(), group, MadeUpSamples, guard)
+    models = trainer.models
     checkpoints = Checkpoints(MegatronEngine(), models.trained, recipe.train.dp, run_record, group)
     recorder = StepRecorder(models.trained, models.policy.is_reporting_rank, folder, group)
-    train_rl(roles, live, guard, checkpoints, recorder, run_record, group)
+    train_rl(trainer, live, checkpoints, StepLog(trainer, run_record, recorder, guard, group))
     for fault in faults:
         start = checkpoint_folder(folder, fault["from"])
-        train_faulty(roles, recipe, start, folder.path.with_name(f"{folder.path.name}-fault-{fault['seed']}"), fault)
+        train_faulty(trainer, recipe, start, folder.path.with_name(f"{folder.path.name}-fault-{fault['seed']}"), fault)
     runtime.shutdown()
 
 

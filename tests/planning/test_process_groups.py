@@ -45,18 +45,18 @@ if "RANK" in os.environ and "hybrid3d" in sys.orig_argv:  # not in processes of 
         engine.RolloutEngine.__init__ = noting
 
     def ending():
-        from hybrid3d.trainer import colocated
-        close = colocated.Colocated.close
+        from hybrid3d.trainer import trainer
+        close = trainer.Trainer.close
         def noting(*args):
             noted["end"] = groups()
             with open(f"groups-{os.environ['RANK']}.json", "w") as file:
                 __import__("json").dump(noted, file)
             close(*args)
-        colocated.Colocated.close = noting
+        trainer.Trainer.close = noting
 
     class Importing:
         '''Patches modules as soon as they have been imported.'''
-        wanted = {"hybrid3d.rollout.engine": starting, "hybrid3d.trainer.colocated": ending}
+        wanted = {"hybrid3d.rollout.engine": starting, "hybrid3d.trainer.trainer": ending}
         def find_spec(self, name, path=None, target=None):
             if name not in self.wanted:
                 return None

@@ -50,6 +50,7 @@ def work(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     work, dice = demo_folder(tmp_path_factory.mktemp("replay"), demo), random.Random(5)
     faults = [{"seed": n, "from": 1, "step": dice.choice([1, 2]), "before": n % 4 == 0} for n in range(FAULTS)]
     common = [*SETTINGS, f"run.dir={work}/runs", f"model.path={work}/build/demo/base"]
+    common += [f"data.{split}={work}/build/demo/{split}.parquet" for split in ("train", "eval")]
     recipe = str(ROOT / "recipes/demo-cpu.yaml")
     cases = [{"recipe": recipe, "settings": [*common, *GRPO], "faults": faults}]
     cases += [{"recipe": recipe, "settings": [*common, *of_run], "faults": []} for of_run in (PPO, SELECTED)]

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from hybrid3d.config import Recipe, Rollout
-from hybrid3d.generation.evaluation import EvalResult, setting_of
-from hybrid3d.generation.samples import RolloutBatch, Sample
+from hybrid3d.config import Recipe
+from hybrid3d.generation.evaluation import setting_of
+from hybrid3d.generation.samples import Sample
 from hybrid3d.rl.data import PromptData
 from hybrid3d.run.display import Display
 from hybrid3d.run.folder import RunFolder
@@ -32,10 +32,6 @@ class RunLogger:
         self._is_rank_0, self._keeps_events = rank == 0, keeps_events
         self._display = display
         self._data_counts: dict[str, float] = {}
-        self._dense_reason: str | None = None
-        self._sync_choice = ""
-        self._told_truncated = False
-        self._temperature: float | None = None
         self._trackers: Trackers | None = None
         self._has_timeline = False
 
@@ -132,59 +128,3 @@ class RunLogger:
             self._data_counts |= {f"data/{name}_{key}": count for key, count in counts.items()}
             setting = "data.train" if name == "train" else setting_of(name)
             self.event("data", f"{setting} {data}", split=name, file=data.path, **counts)
-
-    def scoring_failures(self, result: RolloutBatch | EvalResult, step: int) -> None:
-        """Report rewards and environment replies that failed; their samples have the recipe's default reward."""
-        if result.failures:
-            held_out = isinstance(result, EvalResult)
-            counts = ", ".join(f"{count} {kind}" for kind, count in sorted(result.failures.items()))
-            where = "failed on held-out problems" if held_out else "failed"
-            message = f"step {step}: {where}: {counts}; for example: {next(iter(result.examples.values()))}"
-            fields = {"failures": result.failures, "examples": result.examples, "held_out": held_out}
-            self.event("reward_failed", message, step=step, **fields)
-
-    def dense_sync(self, reason: str, step: int) -> None:
-        """Report why a sync sent all elements, where the reason is not that of the sync before; empty if it did not."""
-        if reason and reason != self._dense_reason:
-            self.event("sync_dense", step=step, reason=reason)
-        self._dense_reason = reason
-
-    def sync_choice(self, choice: Mapping[str, Any], step: int) -> None:
-        """Report what `sync.delta: auto` chose and why, where that is not what it chose before; empty: no choice."""
-        if choice and choice["sends"] != self._sync_choice:
-            self._sync_choice = choice["sends"]
-            self.event("sync_choice", step=step, **choice)
-
-    def truncated_sampling(self, rollout: Rollout, step: int) -> None:
-        """Report, once, that samples are of a part of the tokens only, which training does not know of."""
-        if rollout.truncations and not self._told_truncated:
-            settings = ", ".join(f"rollout.{key}={value:g}" for key, value in rollout.truncations.items())
-            message = (
-                f"step {step}: {settings}: samples are of a truncated distribution, and training has the probabilities "
-                "of the whole one (rollout/kept_probability_mean)"
-            )
-            self.event("sampling_truncated", message, step=step, **rollout.truncations)
-            self._told_truncated = True
-
-    def sampling_temperature(self, recipe: Recipe, step: int) -> None:
-        """Report that the temperature has changed where samples may be older than the step: they were made at another.
-
-        Training has the probabilities of all samples at the step's temperature.
-        """
-        assert recipe.rollout is not None, "only RL samples"
-        before, now = self._temperature, recipe.rollout.temperature
-        self._temperature = now
-        staleness = recipe.async_.max_staleness
-        if staleness and before not in (None, now):
-            message = (
-                f"step {step}: rollout.temperature is {now:g} and was {before:g}: for up to {staleness} steps samples "
-                "that were generated before are trained with their probabilities at the new one (async.max_staleness)"
-            )
-            self.event("temperature_changed", message, step=step, temperature=now, before=before, steps=staleness)
-
-    def corrupted_sync(self, tensors: Sequence[str], step: int) -> None:
-        """Report tensors whose checksums were wrong after a sync, which was therefore repeated."""
-        count = len(tensors)
-        if count:
-            message = f"step {step}: {count} tensors were corrupted in transfer; the whole sync was repeated"
-            self.event("sync_corrupted", message, step=step, count=count, tensors=tensors[:20])

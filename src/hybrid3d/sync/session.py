@@ -55,6 +55,7 @@ class SyncReport:
         delta_bound_bytes: entropy of the changes that this rank sent, in bytes.
         changed: how many of this rank's elements had changed, None where that is not known; and how many elements all
             ranks track.
+        of_engines: on the first rank that trains, the metrics of ranks that only generate, which reduce none.
     """
 
     seconds: float
@@ -72,6 +73,7 @@ class SyncReport:
     expected: ExpectedSeconds = NOT_ESTIMATED
     delta_bound_bytes: float = 0.0
     changed: tuple[int | None, int] = (None, 0)
+    of_engines: StepMetrics | None = None
 
     def after(self, before: SyncReport) -> SyncReport:
         """Return the report of a sync of other tensors and of this one as that of one sync."""
@@ -117,7 +119,10 @@ class SyncReport:
         if changed is not None and elements:
             sums["sync/changed_fraction"] = changed / elements
         of_all = {"sync/dense": float(bool(self.dense_reason)), **self.expected.metrics}
-        return StepMetrics(sums=dict(sums), maxima=dict(maxima), replicated=of_all)
+        found = StepMetrics(sums=dict(sums), maxima=dict(maxima), replicated=of_all)
+        if self.of_engines is not None:
+            found.add_rank(self.of_engines)
+        return found
 
 
 class Sync(Protocol):

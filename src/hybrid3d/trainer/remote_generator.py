@@ -1,12 +1,11 @@
-"""A rank that trains, where other ranks generate: also the samples of the next steps, while the models are updated."""
+"""Generates on other ranks than those that train: also the samples of the next steps, while the models are updated."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -19,22 +18,15 @@ from hybrid3d.generation.evaluation import EvalResult
 from hybrid3d.generation.replicas import NoReplicas
 from hybrid3d.generation.rollouts import FailedRewards, PartialRollouts, Rollouts, make_rollouts
 from hybrid3d.generation.samples import RolloutBatch, held_samples
-from hybrid3d.inputs.models import read_config, read_data, read_tokenizer
-from hybrid3d.run.health import Guard
+from hybrid3d.rl.data import PromptData
 from hybrid3d.run.logger import RunLogger
-from hybrid3d.run.memory import Peaks
-from hybrid3d.run.metrics import StepMetrics, Stopwatch
+from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.run.progress import Progress
-from hybrid3d.run.timeline import Span
 from hybrid3d.scoring.code import sandbox
 from hybrid3d.sync import Sync, SyncReport, policy_sync
 from hybrid3d.sync.elastic import ElasticSync, Members
-from hybrid3d.train.trained_model import BucketHook, TrainEngine
-from hybrid3d.trainer.learner import Learner
-from hybrid3d.trainer.models import Models
+from hybrid3d.train.trained_model import BucketHook, PolicyModel
 from hybrid3d.trainer.scorers import make_scorers
-from hybrid3d.trainer.step_experience import Experience
-from hybrid3d.watch.work_meter import record as work_record
 from hybrid3d.workers.engines import Engines
 from hybrid3d.workers.roles import WorkerServer
 
@@ -111,90 +103,46 @@ class GenerationAhead:
         return generated
 
 
-@dataclass(frozen=True)
-class SplitSyncReport:
-    """The report of a sync on a rank that trains: its own, and on the first one the metrics of those that generate."""
+class RemoteGenerator:
+    """Implements `Generator` by ranks that only generate. The first rank asks them, and tells the others."""
 
-    own: SyncReport
-    others: StepMetrics
-
-    @property
-    def corrupted(self) -> tuple[str, ...]:
-        return self.own.corrupted
-
-    @property
-    def dense_reason(self) -> str:
-        return self.own.dense_reason
-
-    @property
-    def choice(self) -> Mapping[str, Any]:
-        return self.own.choice
-
-    def metrics(self) -> StepMetrics:
-        metrics = self.own.metrics()
-        metrics.add_rank(self.others)
-        return metrics
-
-
-class TrainingRank:
-    """Implements `Roles` on a rank that trains. The first one asks the engines, and tells the others what it has got.
-
-    Attributes:
-        models: the models in the train layout; None if the run does not train.
-        train, held_out: the prompts, the latter by the names of their files.
-    """
-
+    shares_devices = False
     activities: Mapping[str, str] = {"generate": "wait", "eval": "wait"}
 
     def __init__(
         self,
+        policy: PolicyModel,
+        tokenizer: Any,
+        train: PromptData,
+        held_out: Mapping[str, PromptData],
+        overlaps: bool,
         recipe: Recipe,
-        training: TrainEngine,
-        store: Store,
         group: dist.ProcessGroup,
+        store: Store,
         record: RunLogger,
-        guard: Guard | None,
-        weights_of: Path | None,
-        start: int,
+        workers: WorkerServer | None,
     ):
-        """
+        """Make a generator; the first arguments are those of `MakeGenerator`.
+
         Args:
-            training: builds the models in the train layout.
             group: the ranks that train; the default group.
-            guard, weights_of: as for `Colocated`.
-            start: number of this start of the ranks that train.
+            workers: on the first rank, the ranks that do not train.
         """
-        self._group = group
-        self._others = WorkerServer(recipe, store, record, start) if group.rank() == 0 else None
-        self._engines = None if self._others is None else self._others.engines
-        config, tokenizer = read_config(recipe.model.path), read_tokenizer(recipe)
-        self.train, self.held_out = read_data(recipe, config, tokenizer)
-        if self._others is not None and self._engines is not None:
-            scorers = make_scorers(recipe, self._engines, self._others.reward_workers, None)
-            self._rollouts = make_rollouts(recipe, self._engines, scorers, self.train, self.held_out)
+        self._group, self._record, self._overlaps = group, record, overlaps
+        self._engines = None if workers is None else workers.engines
+        if workers is not None and self._engines is not None:
+            scorers = make_scorers(recipe, self._engines, workers.reward_workers, None)
+            self._rollouts = make_rollouts(recipe, self._engines, scorers, train, held_out)
             self._ahead = GenerationAhead(self._rollouts)
-        self._record = record
-        self._policy = training.policy(config, recipe, group.rank(), trainable=guard is not None)
-        if weights_of is not None:
-            training.load_weights({"policy": self._policy}, weights_of, group)
-        self._overlaps = guard is not None and recipe.overlaps_sync
 
         def make_sync(everyone: dist.ProcessGroup, weights: dist.ProcessGroup, ranks: tuple[int, ...]) -> Sync:
-            return policy_sync(
-                recipe, everyone, self._policy, overlaps=self._overlaps, transport_group=weights, ranks=ranks
-            )
+            return policy_sync(recipe, everyone, policy, overlaps=overlaps, transport_group=weights, ranks=ranks)
 
         self._sync = ElasticSync(store, make_sync)
         self._begun: Members | None = None  # of a sync that has begun during an update
         self._synced_before = False
-        self._busy = Stopwatch()
-        work_record.trains(recipe, group.rank())
-        self.models: Models | None = None
-        if guard is not None:
-            self.models = Models.of(training, recipe, self._policy, group)
-            self._learner = Learner(recipe, self.models, guard, tokenizer.pad_token_id, group)
 
-    def sync(self, version: int, recipe: Recipe) -> SplitSyncReport:
+    def sync(self, version: int, recipe: Recipe) -> SyncReport:
         """Sync to this version, or finish the overlapped sync to it; again without ranks that are lost meanwhile."""
         members, self._begun = self._begun, None
         failed: Counter[tuple[int, ...]] = Counter()
@@ -207,7 +155,7 @@ class TrainingRank:
                 assert report is not None
                 assert found is not None
                 self._record_start(recipe)
-                return SplitSyncReport(report, found)
+                return replace(report, of_engines=found)
             self._sync.leave()
             if self._engines is not None:
                 self._engines.fail_sync(self._sync.failure)
@@ -215,6 +163,9 @@ class TrainingRank:
             if failed[members.engines] == MAX_FAILED_SYNCS:
                 raise RuntimeError(f"{MAX_FAILED_SYNCS} syncs of the same ranks failed: {self._sync.failure}")
             members = None
+
+    def begin(self) -> None:
+        pass
 
     def _begin_sync(self, version: int, recipe: Recipe) -> Members:
         verify = is_due(recipe.sync.verify, version)
@@ -269,20 +220,19 @@ class TrainingRank:
         found = self._generate(version, recipe, generate)
         return own[0] if own else found
 
-    def make_experience(self, batch: RolloutBatch, step: int, recipe: Recipe) -> Experience:
-        with self._busy:
-            return self._learner.make_experience(batch, step, recipe)
+    def end(self) -> None:
+        pass
 
-    def update(self, experience: Experience, step: int, recipe: Recipe) -> StepMetrics:
+    def begin_update(self, step: int, recipe: Recipe) -> BucketHook | None:
         hook = self._overlap_hook(step + 1, recipe)
         if self._engines is not None:
             self._ahead.begin(step, recipe)
-        with self._busy:
-            metrics = self._learner.update(experience, step, recipe, hook)
-        metrics.maxima["time/training_busy"] = self._busy.lap()
-        if self._others is not None:
+        return hook
+
+    def end_update(self, recipe: Recipe, busy: float) -> StepMetrics:
+        metrics = StepMetrics(maxima={"time/training_busy": busy})
+        if self._engines is not None:
             self._ahead.end()
-            metrics.maxima |= self._others.lap_busy_seconds()
             if recipe.async_.max_staleness and recipe.async_.partial is None:
                 metrics.maxima["rollout/batches_ahead"] = len(self._ahead)
         if recipe.async_.max_staleness:  # the first rank waits for what is being generated, however long it takes
@@ -308,24 +258,12 @@ class TrainingRank:
 
         return hook
 
-    @property
-    def progress(self) -> Progress:
-        return self._learner.progress
-
-    def restore(self, progress: Progress, recipe: Recipe) -> None:
-        self._learner.restore(progress, recipe)
+    def restore(self, progress: Progress) -> None:
         if self._engines is not None:
             self._rollouts.restore(progress.unfinished)
 
-    def worker_spans(self, begin: float, end: float) -> Mapping[int, Sequence[Span]]:
-        return {} if self._others is None else self._others.spans(begin, end)
-
-    def pop_worker_peak_memory(self) -> Mapping[int, Peaks]:
-        return {} if self._others is None else self._others.lap_peaks()
-
-    def close(self, recipe: Recipe) -> None:
-        dist.barrier(self._group)
+    def leave(self) -> None:
         self._sync.leave()
-        if self._others is not None:
-            self._others.close()
+
+    def close(self) -> None:
         dist.barrier(self._group)

@@ -4,30 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch.distributed as dist
-
-from hybrid3d.generation.samples import RolloutBatch
-from hybrid3d.run.health import Guard
 from hybrid3d.run.live_settings import LiveSettings
-from hybrid3d.run.logger import RunLogger
-from hybrid3d.run.metrics import PhaseTimer
-from hybrid3d.trainer.activity import gather_activity
+from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.trainer.checkpoints import Checkpoints
-from hybrid3d.trainer.protocols import Roles
-from hybrid3d.trainer.step_experience import Experience
-from hybrid3d.trainer.step_recorder import StepRecorder
-from hybrid3d.watch.work_meter import record as work_record
+from hybrid3d.trainer.step_log import StepLog
+from hybrid3d.trainer.trainer import Trainer
 
 
-def train_rl(
-    roles: Roles,
-    live: LiveSettings,
-    guard: Guard,
-    checkpoints: Checkpoints,
-    recorder: StepRecorder,
-    record: RunLogger,
-    group: dist.ProcessGroup,
-) -> None:
+def train_rl(trainer: Trainer, live: LiveSettings, checkpoints: Checkpoints, log: StepLog) -> None:
     """Train from the last checkpoint in the run's folder, or from the start, to the recipe's last step.
 
     Row s of the metrics belongs to policy version s; the last version is only evaluated.
@@ -37,60 +21,29 @@ def train_rl(
         live.restore(progress.control)
         batch = progress.batch
         if step:
-            roles.restore(progress, live.recipe)
+            trainer.restore(progress, live.recipe)
         while step <= live.recipe.run.steps:
-            recipe = live.settings_for_step(step)
-            rollout = recipe.rollout
-            assert rollout is not None, "checked when the recipe was read"
-            work_record.begin_step(step)
-            timer, row = PhaseTimer(roles.activities), dict[str, float](step=step)
-            with timer("sync"):
-                synced = roles.sync(step, recipe)
-            record.corrupted_sync(synced.corrupted, step)
-            record.dense_sync(synced.dense_reason, step)
-            record.sync_choice(synced.choice, step)
-            record.truncated_sampling(rollout, step)
-            record.sampling_temperature(recipe, step)
+            recipe, updates = live.settings_for_step(step), StepMetrics()
+            log.begin(step, recipe)
+            with log.phase("sync"):
+                synced = trainer.sync(step, recipe)
+            log.synced(synced)
             if step % recipe.run.eval_every == 0 or step == recipe.run.steps:
-                with timer("eval"):
-                    held_out = roles.evaluate(step, recipe)
-                record.scoring_failures(held_out, step)
-                row |= held_out.metrics
-            with timer("generate"):
-                generated = roles.generate_batch(step, batch, recipe)
-            batch += generated.batches
-            record.scoring_failures(generated, step)
-            with timer("train"):
-                experience = roles.make_experience(generated, step, recipe)
-                row |= generated.metrics(experience.samples, rollout, step)
-                tokens = sum(len(sample.prompt_ids) + len(sample.tokens) for sample in experience.samples)
-            recorder.begin(step, recipe, roles.progress, timer)
-            if group.rank() and not recorder.is_recording:
-                generated, experience = _without_samples(generated, experience)
-            with timer("train"):
-                metrics = experience.metrics
-                metrics.update(synced.metrics())
-                if step < recipe.run.steps:
-                    metrics.update(roles.update(experience, step, recipe))
-            with timer("wait"):  # for the slowest rank
-                row |= metrics.reduce(group)
-            recorder.finish(step, recipe, generated, experience, row, timer)
-            row |= timer.row(tokens)
-            record.step(row, recipe.run.steps, experience.samples)
-            activity = gather_activity(timer, group, roles)
-            record.memory(step, activity.peaks)
+                with log.phase("eval"):
+                    held_out = trainer.evaluate(step, recipe)
+                log.evaluated(held_out)
+            with log.phase("generate"):
+                generated = trainer.generate_batch(step, batch, recipe)
+            log.generated(generated)
+            with log.phase("train"):
+                experience = trainer.make_experience(generated, step, recipe)
+            generated, experience = log.made(generated, experience)
             if step < recipe.run.steps:
-                record.timeline(step, recipe.role_ranks, activity.spans, activity.peaks)
-            guard.check_bounds(row, activity.peak_gb, recipe)
-            step += 1
+                with log.phase("train"):
+                    updates = trainer.update(experience, step, recipe)
+            log.finish(generated, experience, updates)
+            step, batch = step + 1, batch + generated.batches
             unfinished = tuple(generated.unfinished or ())
-            progress = replace(roles.progress, batch=batch, unfinished=unfinished, control=live.control)
+            progress = replace(trainer.progress, batch=batch, unfinished=unfinished, control=live.control)
             checkpoints.save_if_due(step, progress, recipe.run)
-    record.draw_timeline()
-    roles.close(live.recipe)
-
-
-def _without_samples(generated: RolloutBatch, experience: Experience) -> tuple[RolloutBatch, Experience]:
-    """Return the same without what samples hold: the experience's tensors have the rows that this rank trains on."""
-    samples = [sample.emptied() for sample in experience.samples]
-    return replace(generated, samples=[], greedy=[]), replace(experience, samples=samples)
+    trainer.close(live.recipe)

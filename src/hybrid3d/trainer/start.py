@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,8 +32,7 @@ if TYPE_CHECKING:
     from hybrid3d.run.live_settings import LiveSettings
     from hybrid3d.run.logger import RunLogger
     from hybrid3d.train.trained_model import TrainedModels, TrainEngine
-    from hybrid3d.trainer.colocated import Colocated
-    from hybrid3d.trainer.remote_generator import TrainingRank
+    from hybrid3d.trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -92,17 +92,17 @@ def evaluate(recipe: Recipe, folder: RunFolder, step: int, as_json: bool, start:
 
     messages = None if as_json else console
     record = RunLogger(folder, rank, Display(recipe.name, recipe.run.steps, messages), keeps_events=False)
-    roles = _make_roles(recipe, start, group, slots, record, weights_of=checkpoint_folder(folder, step))
+    trainer = _make_trainer(recipe, start, group, slots, record, weights_of=checkpoint_folder(folder, step))
     enter_phase("eval")
-    roles.sync(step, recipe)
+    trainer.sync(step, recipe)
     if messages is not None:
-        for line in format_files(roles.held_out):
+        for line in format_files(trainer.held_out):
             messages.print(line, highlight=False, markup=False, soft_wrap=True)
-    result = roles.evaluate(step, recipe)
+    result = trainer.evaluate(step, recipe)
     if console is not None:
         for line in format_result(result, step, as_json):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
-    roles.close(recipe)
+    trainer.close(recipe)
 
 
 def replay(
@@ -165,7 +165,7 @@ def start_training(recipe: Recipe, start: RankStart) -> dist.ProcessGroup:
     return group
 
 
-def _make_roles(
+def _make_trainer(
     recipe: Recipe,
     start: RankStart,
     group: dist.ProcessGroup,
@@ -173,21 +173,25 @@ def _make_roles(
     record: RunLogger,
     guard: Guard | None = None,
     weights_of: Path | None = None,
-) -> Colocated | TrainingRank:
-    """Build the engines of a rank that trains. Arguments are as for `Colocated` and `TrainingRank`."""
-    store, attempt = start.store, start.progress.restart_count
-    if recipe.is_split:
-        from hybrid3d.trainer.remote_generator import TrainingRank
+) -> Trainer:
+    """Build the engines of a rank that trains. Arguments are as for `Trainer` and its generator."""
+    from hybrid3d.trainer.trainer import MakeGenerator, Trainer
 
-        return TrainingRank(recipe, train_engine(), store, group, record, guard, weights_of, attempt)
-    from hybrid3d.trainer.colocated import Colocated
-
-    others = None
-    if recipe.has_workers and group.rank() == 0:
+    workers, attempt = None, start.progress.restart_count
+    if group.rank() == 0 and (recipe.is_split or recipe.has_workers):
         from hybrid3d.workers.roles import WorkerServer
 
-        others = WorkerServer(recipe, store, record, attempt)
-    return Colocated(recipe, train_engine(), group, slots, guard, weights_of, others, attempt)
+        workers = WorkerServer(recipe, start.store, record, attempt)
+    make: MakeGenerator
+    if recipe.is_split:
+        from hybrid3d.trainer.remote_generator import RemoteGenerator
+
+        make = partial(RemoteGenerator, recipe=recipe, group=group, store=start.store, record=record, workers=workers)
+    else:
+        from hybrid3d.trainer.local_generator import LocalGenerator
+
+        make = partial(LocalGenerator, recipe=recipe, group=group, slots=slots, workers=workers, start=attempt)
+    return Trainer(recipe, train_engine(), group, make, guard, weights_of, workers)
 
 
 def _train_rl(
@@ -196,19 +200,21 @@ def _train_rl(
     from hybrid3d.run.health import Guard
     from hybrid3d.trainer.checkpoints import Checkpoints
     from hybrid3d.trainer.rl import train_rl
+    from hybrid3d.trainer.step_log import StepLog
     from hybrid3d.trainer.step_recorder import StepRecorder
 
     guard, recipe = Guard(record), live.recipe
-    roles = _make_roles(recipe, start, group, slots, record, guard)
-    models = roles.models
-    assert models is not None, "with a guard the roles train"
-    record.data({"train": roles.train, **roles.held_out})
+    trainer = _make_trainer(recipe, start, group, slots, record, guard)
+    models = trainer.models
+    assert models is not None, "with a guard it trains"
+    record.data({"train": trainer.train, **trainer.held_out})
     identity = _identity(live, record, group)
     engine, replicas = train_engine(), recipe.train.dp * recipe.train.cp
     sharding = _decide_sharding(recipe, engine, models.trained, record, group)
     checkpoints = Checkpoints(engine, models.trained, replicas, record, group, identity, sharding)
     recorder = StepRecorder(models.trained, models.policy.is_reporting_rank, record.folder, group, identity)
-    train_rl(roles, live, guard, checkpoints, recorder, record, group)
+    train_rl(trainer, live, checkpoints, StepLog(trainer, record, recorder, guard, group))
+    record.draw_timeline()
 
 
 def _train_on_data(

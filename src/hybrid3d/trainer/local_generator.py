@@ -1,0 +1,118 @@
+"""Generates on the ranks that train: both engines in each process, one process per GPU. This is the default."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from hybrid3d import distributed
+from hybrid3d.config import Recipe
+from hybrid3d.config.interval import is_due
+from hybrid3d.distributed import weights_group
+from hybrid3d.generation.evaluation import EvalResult
+from hybrid3d.generation.replicas import EngineReplicas
+from hybrid3d.generation.rollouts import make_rollouts
+from hybrid3d.generation.samples import RolloutBatch
+from hybrid3d.process import new_engine_name
+from hybrid3d.reshard.move.device import device
+from hybrid3d.rl.data import PromptData
+from hybrid3d.rollout.engine import RolloutEngine
+from hybrid3d.run.memory import meter
+from hybrid3d.run.metrics import StepMetrics
+from hybrid3d.run.progress import Progress
+from hybrid3d.sync import SyncReport, policy_sync
+from hybrid3d.train.trained_model import BucketHook, PolicyModel
+from hybrid3d.trainer.scorers import make_scorers
+from hybrid3d.watch.work_meter import record as work_record
+from hybrid3d.workers.roles import WorkerServer
+
+
+class LocalGenerator:
+    """Implements `Generator` with vLLM on every rank that trains, and decides when it has the GPU memory.
+
+    - During `sync` the trainer has its parameters, and vLLM its weights but no KV cache.
+    - From `begin` on vLLM can generate; before it the trainer is offloaded as `train.offload_*` says.
+    - From `end` on vLLM sleeps, until the last update wakes it for the sync that overlaps it.
+    """
+
+    shares_devices = True
+    activities: Mapping[str, str] = {}
+
+    def __init__(
+        self,
+        policy: PolicyModel,
+        tokenizer: Any,
+        train: PromptData,
+        held_out: Mapping[str, PromptData],
+        overlaps: bool,
+        recipe: Recipe,
+        group: dist.ProcessGroup,
+        slots: Sequence[int],
+        workers: WorkerServer | None = None,
+        start: int = 0,
+    ):
+        """Make a generator; the first arguments are those of `MakeGenerator`.
+
+        Args:
+            slots: the slot of each rank in the rollout layout.
+            workers: on the first rank, the ranks that do not train, if there are any.
+            start: number of this start of these ranks.
+        """
+        self._policy, self._overlaps = policy, overlaps
+        policy.offload(recipe.train)  # vLLM sizes its memory by what is free when it starts
+        weights = weights_group(group, device())  # not later, for the same reason
+        dist.barrier(group)  # ranks read the model at different speeds, and vLLM's start has collectives on GPUs
+        self._engine = RolloutEngine(recipe, group.rank(), new_engine_name(distributed.run_id(), 0, start), slots)
+        meter.asleep = self._engine.asleep_bytes
+        work_record.generates(self._engine.rank_in_replica, lambda: self._engine.generated)
+        self._sync = policy_sync(recipe, group, policy, self._engine, overlaps=overlaps, transport_group=weights)
+        self._replicas = EngineReplicas(recipe, self._engine, tokenizer, group)
+        reward_workers = None if workers is None else workers.reward_workers
+        scorers = make_scorers(recipe, self._replicas, reward_workers, group)
+        self._rollouts = make_rollouts(recipe, self._replicas, scorers, train, held_out)
+
+    def sync(self, version: int, recipe: Recipe) -> SyncReport:
+        if self._sync.in_progress == version:
+            return self._sync.finish()
+        self._policy.onload("parameters")
+        self._wake_weights()
+        return self._sync.run(version, is_due(recipe.sync.verify, version))
+
+    def begin(self) -> None:
+        meter.stop()  # the KV cache is memory of the phases that follow, which generate
+        self._engine.wake("kv_cache")
+
+    def evaluate(self, version: int, recipe: Recipe) -> EvalResult:
+        return self._rollouts.evaluate(version, recipe)
+
+    def generate_batch(self, version: int, batch: int, recipe: Recipe) -> RolloutBatch:
+        return self._rollouts.generate_batch(version, batch, recipe)
+
+    def end(self) -> None:
+        self._engine.sleep()
+        meter.start()  # what vLLM has just freed was memory of the phase before
+
+    def begin_update(self, step: int, recipe: Recipe) -> BucketHook | None:
+        if not self._overlaps:
+            return None
+        verify = is_due(recipe.sync.verify, step + 1)
+        return self._sync.begin_when_ready(step + 1, verify, prepare=self._wake_weights)
+
+    def end_update(self, recipe: Recipe, busy: float) -> StepMetrics:
+        return StepMetrics()
+
+    def restore(self, progress: Progress) -> None:
+        self._rollouts.restore(progress.unfinished)
+
+    def leave(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._replicas.close()
+        self._engine.close()
+
+    def _wake_weights(self) -> None:
+        meter.split()
+        self._engine.wake("weights")
