@@ -82,7 +82,7 @@ $(DOCS_STAMP): FORCE | $(STAMP)
 
 # With .venv where there is one, else with whatever is installed, from these sources
 gpu-check: ## check what this machine's GPU does: 20 minutes or less (ARGS="--only NAME --json OUT")
-	@PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(if $(wildcard $(BIN)/python),$(BIN)/python,$(or $(PYTHON),python3)) -m hybrid3d doctor --gpu $(ARGS)
+	@PYTHONPATH=src:tests$${PYTHONPATH:+:$$PYTHONPATH} $(if $(wildcard $(BIN)/python),$(BIN)/python,$(or $(PYTHON),python3)) -m pytest -c tests/gpu/pytest.ini tests/gpu $(ARGS)
 
 test: lint $(TRACKING_STAMP) ## lint, and all tests except the slow ones (what CI runs)
 	$(BIN)/pytest -m "not slow" $(TWO_AT_A_TIME) --durations=40

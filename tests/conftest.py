@@ -24,6 +24,7 @@ from commands import HELD_OUT
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGINES = ("megatron.core", "vllm")
+collect_ignore = ["gpu"]  # the checks of `make gpu-check`, each a process of its own
 # The files that take longest, first, so that none of them is left for the end when two files run at a time
 LONGEST = (
     *(

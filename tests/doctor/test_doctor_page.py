@@ -548,9 +548,6 @@ def test_mistakes_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> Non
         (["doctor", str(RECIPE), "train.tp=x"], "train.tp"),
         (["doctor", "train.tp=2"], "settings need the recipe"),
         (["doctor", str(RECIPE), "--json", "out.json"], "expected one recipe"),
-        (["doctor", "--device", "cpu"], "--device belongs to the checks of --gpu"),
-        (["doctor", "--gpu", str(RECIPE)], "--gpu checks the machine without a recipe"),
-        (["doctor", "--gpu", "--json"], "--gpu --json: name the file"),
     ):
         assert cli.main(arguments) == 2
         assert message in capsys.readouterr().err

@@ -93,7 +93,7 @@ ONE_IMPORTER = 76  # modules that a single other one imports
 
 # Classes of engines, and where they may be annotated: their own rooms, the factories, and the checks of engines on GPUs
 ENGINES = {"RolloutEngine", "MegatronModel", "Policy", "ValueModel", "LLM", "LLMEngine"}
-ENGINE_ROOMS = ("train/", "rollout/", "doctor/gpu/", "bench/task.py")
+ENGINE_ROOMS = ("train/", "rollout/", "bench/task.py")
 
 
 def sources() -> dict[str, str]:

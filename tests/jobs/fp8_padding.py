@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from gpu.one_rank import make_batch
 from hybrid3d import distributed
 from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Run, Train
-from hybrid3d.doctor.gpu.one_rank import make_batch
 from hybrid3d.inputs.models import read_config
 from hybrid3d.train.megatron import runtime
 from hybrid3d.train.megatron.policy import Policy

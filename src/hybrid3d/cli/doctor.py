@@ -1,4 +1,4 @@
-"""`hybrid3d doctor`: examine this machine, or check in 20 minutes or less what its GPU and packages do."""
+"""`hybrid3d doctor`: examine this machine, and whether a recipe's run can start on it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from hybrid3d import launch_environment
 from hybrid3d.cli.starting import run_as_rank
-from hybrid3d.cli.terminal import DONE, FAILED, Commands, make_console, path_argument, why_unwritable
+from hybrid3d.cli.terminal import DONE, FAILED, Commands, make_console
 from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.errors import UserMistake
 from hybrid3d.launch_environment import CHECKED
@@ -28,21 +28,12 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser("doctor", help=about)
     parser.add_argument("recipe", nargs="?", help="a recipe's YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the recipe's")
-    parser.add_argument("--gpu", action="store_true", help="run the checks for GPUs instead, in 20 minutes or less")
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="only this check; may be repeated")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="with --gpu: cpu is a stand-in")
-    json_help = "print the findings as JSON; with --gpu: also write the results to the file OUT, after each check"
-    parser.add_argument("--json", nargs="?", const=STDOUT, metavar="OUT", help=json_help)
+    parser.add_argument("--json", nargs="?", const=STDOUT, metavar="RECIPE", help="print the findings as JSON")
     parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace, arguments: list[str]) -> int:
-    return _run_gpu_checks(options) if options.gpu else _examine(options)
-
-
-def _examine(options: argparse.Namespace) -> int:
-    if options.device != "cuda":
-        raise UserMistake("--device belongs to the checks of --gpu: add it, or leave this out")
     recipe = _read_recipe(options)
     if launch_environment.under_launcher():
         return _examine_as_rank(recipe, options)
@@ -100,19 +91,3 @@ def _examine_as_rank(recipe: Recipe | None, options: argparse.Namespace) -> int:
     folder = RunFolder(Path(tempfile.gettempdir()) / f"hybrid3d-doctor-{launch_environment.run_id()}")
     code = run_as_rank(recipe, folder, functools.partial(nodes.run, folder))
     return code or (DONE if nodes.can_start else FAILED)
-
-
-def _run_gpu_checks(options: argparse.Namespace) -> int:
-    if options.recipe is not None:
-        raise UserMistake(f"{options.recipe}: --gpu checks the machine without a recipe")
-    from hybrid3d.doctor.gpu.runner import run_checks
-    from hybrid3d.doctor.gpu.table import GPU_CHECKS
-
-    selected = _selected(options.only, {check.name: check for check in GPU_CHECKS})
-    if options.json == STDOUT:
-        raise UserMistake("--gpu --json: name the file; what is printed ends with the same JSON object")
-    out = None if options.json is None else path_argument(options.json, "--json")
-    problem = "" if out is None else why_unwritable(out)
-    if problem:
-        raise UserMistake(f"--json {options.json} ({problem}): name a file in a folder that exists")
-    return run_checks(selected, options.device, out)

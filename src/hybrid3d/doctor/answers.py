@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid3d.config import Recipe, check_layout_early, load_recipe, recipe_to_yaml
-from hybrid3d.doctor.gpu.machine import probe
+from hybrid3d.doctor.machine import probe
 from hybrid3d.errors import UserMistake, set_stream_errors
 from hybrid3d.launch_environment import under_launcher
 from hybrid3d.process import kill_descendants_on_exit

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hybrid3d.doctor.finding import CANNOT_START, SLOW, Context, Finding
-from hybrid3d.doctor.gpu.machine import nvidia_smi
+from hybrid3d.doctor.machine import nvidia_smi
 from hybrid3d.planning.hardware import CGROUP, available_memory, hardware_of
 from hybrid3d.process import SHARED_MEMORY
 
@@ -158,7 +158,8 @@ def _check_torch(context: Context, rows: Sequence[dict[str, str]]) -> Iterator[F
     if seen:
         names = ", ".join(dict.fromkeys(gpu["name"] for gpu in seen))
         nccl = context.answer("nccl") or "unknown"
-        yield Finding(f"{len(seen)} GPUs ({names}), driver {driver}, torch for CUDA {built_for}, NCCL {nccl}")
+        found = f"{len(seen)} GPUs ({names}), driver {driver}, torch for CUDA {built_for}, NCCL {nccl}"
+        yield Finding(f"{found}; in the source tree, `make gpu-check` checks what they compute")
         yield from _check_memory(context, min(gpu["bytes"] for gpu in seen))
         return
     if not rows:

@@ -1,6 +1,6 @@
 """Training steps of tiny models against the numbers of a CPU.
 
-    python -m hybrid3d.doctor.gpu.checks.training
+    PYTHONPATH=src:tests python -m gpu.test_training
 
 runs them on this machine's CPU and writes `training_numbers.json`. Packing and recompute must not change the numbers:
 each variant is compared with those of padded sequences.
@@ -10,25 +10,26 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from gpu import one_rank
+from gpu.comparisons import compare
+from gpu.record import Record
 from hybrid3d.certify.tiny_models import CONFIGS, write_checkpoint
 from hybrid3d.config import Recipe
-from hybrid3d.doctor.gpu import one_rank
-from hybrid3d.doctor.gpu.check import CheckLog, expect
 from hybrid3d.families import Config
 from hybrid3d.reshard.move.device import synchronize
 from hybrid3d.rl.objective import sft_loss
 from hybrid3d.train.megatron.runtime import USE_TE, in_use, peak_memory
 
-NUMBERS = Path(__file__).resolve().parent.parent / "training_numbers.json"
+NUMBERS = Path(__file__).with_name("training_numbers.json")
 FAMILIES = ("dense", "experts", "latent")
 VARIANTS: dict[str, dict[str, Any]] = {
     "padded": {},
@@ -42,15 +43,22 @@ TOLERANCE = {"float32": (1e-4, 1e-3), "bfloat16": (2e-2, 5e-2)}
 FP8_TOLERANCE = (5e-2, 2e-1)  # assumed: it has not been measured yet
 
 
-def training(record: CheckLog, device: str, family: str) -> None:
+@pytest.mark.limit(96)
+@pytest.mark.needs("megatron")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_train(record: Record, device: str, family: str) -> None:
     """Take three steps in each dtype and variant, and compare their losses and gradient norms with the stored ones."""
+    _train(record, family)
+
+
+def _train(record: Record, family: str) -> None:
     record(kernels=in_use())
     with tempfile.TemporaryDirectory() as folder:
         for dtype, variant, found, seconds in _runs(Path(folder), family):
             record(**{f"{dtype} {variant}": found | {"seconds": seconds}})
             # Transformer Engine multiplies float32 matrices in TF32
             limits = TOLERANCE["bfloat16" if USE_TE else dtype]
-            _compare(
+            compare(
                 found,
                 json.loads(NUMBERS.read_text(encoding="utf-8"))["numbers"][family][dtype],
                 limits,
@@ -59,15 +67,19 @@ def training(record: CheckLog, device: str, family: str) -> None:
     record(peak_bytes=peak_memory())
 
 
-def with_transformer_engine(record: CheckLog, device: str) -> None:
+@pytest.mark.limit(120)
+@pytest.mark.needs("cuda", "transformer_engine", "megatron")
+def test_transformer_engine(record: Record, device: str) -> None:
     """Take the steps of a dense model, packed ones too, with Transformer Engine's layers."""
-    expect(USE_TE, f"Transformer Engine is installed and not used: {in_use()}")
-    training(record, device, "dense")
+    assert USE_TE, f"Transformer Engine is installed and not used: {in_use()}"
+    _train(record, "dense")
 
 
-def in_fp8(record: CheckLog, device: str) -> None:
+@pytest.mark.limit(120)
+@pytest.mark.needs("cuda", "transformer_engine", "megatron")
+def test_train_fp8(record: Record, device: str) -> None:
     """Take three steps of dense layers and of experts with each kind of FP8, and compare them with bfloat16's."""
-    expect(USE_TE, f"Transformer Engine is installed and not used: {in_use()}")
+    assert USE_TE, f"Transformer Engine is installed and not used: {in_use()}"
     one_rank.start()
     for family, fp8 in itertools.product(("dense", "experts"), ("tensorwise", "blockwise")):
         stored = json.loads(NUMBERS.read_text(encoding="utf-8"))["numbers"][family]["bfloat16"]
@@ -75,7 +87,7 @@ def in_fp8(record: CheckLog, device: str) -> None:
             write_checkpoint(Path(folder), CONFIGS[family])
             found, seconds = _steps(CONFIGS[family], one_rank.recipe_for(folder, "bfloat16", fp8=fp8))
         record(**{f"{family} {fp8}": found | {"seconds": seconds}})
-        _compare(found, stored, FP8_TOLERANCE, f"{family}, {fp8}")
+        compare(found, stored, FP8_TOLERANCE, f"{family}, {fp8}")
 
 
 def _runs(
@@ -108,19 +120,6 @@ def _steps(config: Config, recipe: Recipe) -> tuple[dict[str, list[float]], list
     return found, seconds
 
 
-def _compare(
-    found: dict[str, list[float]], stored: dict[str, list[float]], limits: tuple[float, float], case: str
-) -> None:
-    for (name, values), limit in zip(found.items(), limits, strict=True):
-        for step, (value, expected) in enumerate(zip(values, stored[name], strict=True)):
-            error = abs(value - expected) / abs(expected)
-            expect(
-                math.isfinite(value) and error <= limit,
-                f"{case}: {name} of step {step} is {value:.6g}, on a CPU {expected:.6g}: they differ by {error:.1e}, "
-                f"expected at most {limit:.0e}",
-            )
-
-
 def main() -> None:
     """Write the numbers of this machine's CPU; each family in a process of its own would be the same."""
     import multiprocessing
@@ -128,7 +127,7 @@ def main() -> None:
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         numbers = dict(zip(FAMILIES, pool.map(_measure, FAMILIES, chunksize=1), strict=True))
     stored = {
-        "command": "python -m hybrid3d.doctor.gpu.checks.training",
+        "command": "PYTHONPATH=src:tests python -m gpu.test_training",
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
         "numbers": numbers,

@@ -1,4 +1,4 @@
-"""What this machine has: GPUs and packages. `python -m hybrid3d.doctor.gpu.machine` prints it as JSON.
+"""What this machine has: GPUs and packages. `python -m hybrid3d.doctor.machine` prints it as JSON.
 
 This runs in a process of its own, because it imports torch.
 """
@@ -137,7 +137,7 @@ def in_subprocess(environment: Mapping[str, str], seconds: float) -> Machine:
     Raises:
         RuntimeError: it failed; the message has its last line.
     """
-    command = [sys.executable, "-m", "hybrid3d.doctor.gpu.machine"]
+    command = [sys.executable, "-m", "hybrid3d.doctor.machine"]
     done = subprocess.run(
         command,
         env=dict(environment),

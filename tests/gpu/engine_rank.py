@@ -6,11 +6,10 @@ from typing import Any, Literal
 
 import torch
 
+from gpu.test_engines import ANSWER, recipe_of_rank
 from hybrid3d import distributed
 from hybrid3d.certify.tiny_models import CONFIGS
 from hybrid3d.config import Train
-from hybrid3d.doctor.gpu.check import expect
-from hybrid3d.doctor.gpu.checks.engines import ANSWER, recipe_of_rank
 from hybrid3d.generation.engine import GenerationRequest, Sampling, complete
 from hybrid3d.reshard.files import load_files
 from hybrid3d.rl.batch import Batch
@@ -57,7 +56,7 @@ def sync_and_generate(
         engine.wake("weights")
         report = sync.run(version, verify=True)
         engine.wake("kv_cache")
-        expect(not report.corrupted, f"version {version}: {report.corrupted} arrived corrupted")
+        assert not report.corrupted, f"version {version}: {report.corrupted} arrived corrupted"
         batch, differences = _answers(engine, policy, recipe, version)
         both = distributed.gather_objects((float(differences.mean()), float(differences.max())), group)
         means.append(max(mean for mean, _ in both))
@@ -84,7 +83,7 @@ def _answers(engine: RolloutEngine, policy: Policy, recipe: Any, version: int) -
     answers = complete(engine, [GenerationRequest(whole, ANSWER, [], seed=version), *requests], version)
     kept = [probability for answer in answers[1:] for probability in answer.kept]
     is_told = len(kept) == sum(len(answer.tokens) for answer in answers[1:]) and min(kept) < 1
-    expect(is_told, f"top_k={TOP_K} kept the probabilities {kept}")
+    assert is_told, f"top_k={TOP_K} kept the probabilities {kept}"
     sequences = [[*prompt, *answer.tokens] for prompt, answer in zip(PROMPTS, answers, strict=True)]
     batch = Batch.from_sequences(sequences, [len(prompt) for prompt in PROMPTS], pad_id=0)
     said = policy.logprobs(batch, recipe)

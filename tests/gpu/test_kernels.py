@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib
 
+import pytest
 import torch
 
-from hybrid3d.doctor.gpu.check import CheckLog, expect
+from gpu.record import Record
 from hybrid3d.train.megatron.runtime import FUSE_GRADIENTS, in_use
 
 
-def apex_gradients(record: CheckLog, device: str) -> None:
+@pytest.mark.limit(60)
+@pytest.mark.needs("cuda", "apex", "megatron")
+def test_apex(record: Record, device: str) -> None:
     """Add a bfloat16 weight gradient to a float32 buffer by Apex's kernel, and compare with torch."""
     extension = importlib.import_module("fused_weight_gradient_mlp_cuda")
     torch.manual_seed(1)
@@ -21,5 +24,5 @@ def apex_gradients(record: CheckLog, device: str) -> None:
     extension.wgrad_gemm_accum_fp32(inputs, gradients, total)
     error = float((total - expected).abs().max() / expected.abs().max())
     record(kernels=in_use(), error=error)
-    expect(error < 1e-4, f"relative error {error:.2e}, expected less than 1e-4")
-    expect(FUSE_GRADIENTS, "Apex's extension is there, and training does not use it")
+    assert error < 1e-4, f"relative error {error:.2e}, expected less than 1e-4"
+    assert FUSE_GRADIENTS, "Apex's extension is there, and training does not use it"

@@ -7,16 +7,18 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hybrid3d.doctor.gpu.check import CheckLog, expect
+from gpu.record import Record
 
 OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)
 TOLERANCE = 2e-2  # relative, of sums of bfloat16 products
 
 
-def versions(record: CheckLog, device: str) -> None:
+@pytest.mark.limit(30)
+def test_versions(record: Record, device: str) -> None:
     """Check that Python and torch are new enough, and that torch was built for the device."""
     python, pytorch = platform.python_version(), torch.__version__
     record(python=python, torch=pytorch, cuda=torch.version.cuda, threads=torch.get_num_threads())
@@ -24,18 +26,19 @@ def versions(record: CheckLog, device: str) -> None:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
         record(gpu=torch.cuda.get_device_name(), cudnn=torch.backends.cudnn.version(), nccl=nccl)
         record(bf16=torch.cuda.is_bf16_supported(including_emulation=False))
-        expect(
-            torch.cuda.is_bf16_supported(including_emulation=False), "the GPU has no bfloat16: needs an A100 or newer"
+        assert torch.cuda.is_bf16_supported(including_emulation=False), (
+            "the GPU has no bfloat16: needs an A100 or newer"
         )
-    expect(_numbers(python) >= OLDEST_PYTHON, f"Python {python}: expected 3.11 or newer")
-    expect(_numbers(pytorch) >= OLDEST_TORCH, f"torch {pytorch}: expected 2.11 or newer")
+    assert _numbers(python) >= OLDEST_PYTHON, f"Python {python}: expected 3.11 or newer"
+    assert _numbers(pytorch) >= OLDEST_TORCH, f"torch {pytorch}: expected 2.11 or newer"
 
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
-def cudnn(record: CheckLog, device: str) -> None:
+@pytest.mark.limit(40)
+def test_cudnn(record: Record, device: str) -> None:
     """Run a convolution and attention, forward and backward; on a GPU through cuDNN, whose libraries are listed.
 
     Libraries of two versions of cuDNN in one process end in CUDNN_STATUS_SUBLIBRARY_VERSION_MISMATCH.
@@ -43,7 +46,7 @@ def cudnn(record: CheckLog, device: str) -> None:
     torch.manual_seed(1)
     images, kernels = torch.randn(4, 16, 32, 32), torch.randn(32, 16, 3, 3)
     if device == "cuda":
-        expect(torch.backends.cudnn.is_acceptable(images.cuda()), "torch does not find cuDNN")
+        assert torch.backends.cudnn.is_acceptable(images.cuda()), "torch does not find cuDNN"
     record(convolution_error=_error(torch.nn.functional.conv2d, [images, kernels], device))
     query, key, value = (torch.randn(2, 4, 128, 64) for _ in range(3))
     backend = SDPBackend.CUDNN_ATTENTION if device == "cuda" else SDPBackend.MATH
@@ -60,21 +63,21 @@ def cudnn(record: CheckLog, device: str) -> None:
     }
     folders = sorted({str(Path(path).parent) for path in mapped})
     record(cudnn_libraries=len(mapped), cudnn_folders=folders)
-    expect(len(folders) <= 1, f"cuDNN's libraries come from {len(folders)} folders: {', '.join(folders)}; expected one")
+    assert len(folders) <= 1, f"cuDNN's libraries come from {len(folders)} folders: {', '.join(folders)}; expected one"
 
 
 def _error(function: Callable[..., torch.Tensor], inputs: list[torch.Tensor], device: str) -> float:
     """Return the largest error of a function's result and gradients in bfloat16, relative to the largest value.
 
     Raises:
-        CheckFailed: it is above `TOLERANCE`.
+        AssertionError: it is above `TOLERANCE`.
     """
     rounded = [x.bfloat16() for x in inputs]
     exact = _results(function, [x.double() for x in rounded])
     found = _results(function, [x.to(device) for x in rounded])
     pairs = zip(found, exact, strict=True)
     error = max(float((one.cpu().double() - other).abs().max() / other.abs().max()) for one, other in pairs)
-    expect(error < TOLERANCE, f"largest relative error {error:.2e}, expected less than {TOLERANCE:.0e}")
+    assert error < TOLERANCE, f"largest relative error {error:.2e}, expected less than {TOLERANCE:.0e}"
     return error
 
 

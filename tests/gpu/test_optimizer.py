@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from gpu import one_rank
+from gpu.record import Record
 from hybrid3d.certify.tiny_models import CONFIGS, write_checkpoint
 from hybrid3d.config import Recipe
-from hybrid3d.doctor.gpu import one_rank
-from hybrid3d.doctor.gpu.check import CheckLog, expect
 from hybrid3d.rl.objective import sft_loss
 from hybrid3d.train.megatron import checkpoint
 from hybrid3d.train.megatron.policy import Policy
@@ -53,7 +54,9 @@ def _gradients(policy: Policy) -> list[torch.Tensor]:
     return policy._tensors_of("gradients")
 
 
-def stepping(record: CheckLog, device: str) -> None:
+@pytest.mark.limit(70)
+@pytest.mark.needs("megatron")
+def test_stepping(record: Record, device: str) -> None:
     """Step the optimizer in buckets and as a whole, with equal gradients: every bit of the weights must be equal."""
     record(kernels=in_use())
     with tempfile.TemporaryDirectory() as path:
@@ -64,7 +67,7 @@ def stepping(record: CheckLog, device: str) -> None:
                 recipe = one_rank.recipe_for(folder, dtype)
                 parted, whole = (one_rank.make_policy(CONFIGS[family], recipe) for _ in "ab")
                 buckets = len(parted._stepping)
-                expect(buckets >= 4, f"{family}: the optimizer has {buckets} buckets, expected 4 or more")
+                assert buckets >= 4, f"{family}: the optimizer has {buckets} buckets, expected 4 or more"
                 norms = _step_both(parted, whole, recipe, whole_step=True)
                 record(**{f"{family} {dtype}": {"buckets": buckets, "grad_norms": norms}})
 
@@ -73,7 +76,7 @@ def _step_both(first: Policy, second: Policy, recipe: Recipe, whole_step: bool, 
     """Update two models with the gradients of the first; return the gradient norms.
 
     Raises:
-        CheckFailed: weights or gradient norms differ in any bit.
+        AssertionError: weights or gradient norms differ in any bit.
     """
     kept: Any = _KeepsGradients(first)
     uses: Any = _UsesGradients(second, kept, whole_step)
@@ -83,11 +86,11 @@ def _step_both(first: Policy, second: Policy, recipe: Recipe, whole_step: bool, 
         batch = one_rank.make_batch(first.config, step)
         before = {name: tensor.detach().clone() for name, tensor in first.weights.tensors.items()}
         one, other = (policy.train_step(batch, sft_loss, recipe) for policy in (first, second))
-        expect(one.grad_norm == other.grad_norm, f"step {step}: gradient norms {one.grad_norm}, {other.grad_norm}")
+        assert one.grad_norm == other.grad_norm, f"step {step}: gradient norms {one.grad_norm}, {other.grad_norm}"
         _expect_equal(first, second, f"step {step}")
         changed = _changed(first, before)
         # In bfloat16 the weights of norms, around 1, are too coarse for one update
-        expect(2 * len(changed) >= len(before), f"step {step} changed only {len(changed)} of {len(before)} tensors")
+        assert 2 * len(changed) >= len(before), f"step {step} changed only {len(changed)} of {len(before)} tensors"
         norms.append(one.grad_norm)
     return norms
 
@@ -99,10 +102,12 @@ def _changed(policy: Policy, before: Mapping[str, torch.Tensor]) -> list[str]:
 
 def _expect_equal(first: Policy, second: Policy, when: str) -> None:
     differing = _changed(first, second.weights.tensors)
-    expect(not differing, f"{when}: the weights differ in {len(differing)} tensors, such as {differing[:1]}")
+    assert not differing, f"{when}: the weights differ in {len(differing)} tensors, such as {differing[:1]}"
 
 
-def first_checkpoint(record: CheckLog, device: str) -> None:
+@pytest.mark.limit(70)
+@pytest.mark.needs("megatron")
+def test_first_checkpoint(record: Record, device: str) -> None:
     """Write a checkpoint before the first update, load it into another model, and step both: equal in every bit."""
     record(kernels=in_use())
     with tempfile.TemporaryDirectory() as path:
@@ -118,9 +123,9 @@ def first_checkpoint(record: CheckLog, device: str) -> None:
             moved = [
                 name for name, tensor in first.weights.tensors.items() if one_rank.bits_differ(tensor, before[name])
             ]
-            expect(not moved, f"{dtype}: writing a checkpoint changed {len(moved)} tensors, such as {moved[:1]}")
+            assert not moved, f"{dtype}: writing a checkpoint changed {len(moved)} tensors, such as {moved[:1]}"
             progress = checkpoint.load({"policy": second}, saved, group)
-            expect(progress["step"] == 0, f"{dtype}: the progress that was loaded is {progress}")
+            assert progress["step"] == 0, f"{dtype}: the progress that was loaded is {progress}"
             _expect_equal(first, second, f"{dtype}, after loading")
             for policy in (first, second):
                 _expect_new_state(policy, dtype)
@@ -130,11 +135,11 @@ def first_checkpoint(record: CheckLog, device: str) -> None:
 
 
 def _expect_new_state(policy: Policy, dtype: str) -> None:
-    """Raise CheckFailed unless Adam's moments are zero and no step is counted."""
+    """Raise AssertionError unless Adam's moments are zero and no step is counted."""
     for one in policy.optimizer.chained_optimizers:
         groups, states = one.optimizer.param_groups, one.optimizer.state.values()
-        expect(states, f"{dtype}: the optimizer has no state to save")
+        assert states, f"{dtype}: the optimizer has no state to save"
         moments = [tensor for state in states for key, tensor in state.items() if key.startswith("exp_avg")]
-        expect(not any(tensor.any() for tensor in moments), f"{dtype}: Adam's moments are not zero before an update")
+        assert not any(tensor.any() for tensor in moments), f"{dtype}: Adam's moments are not zero before an update"
         counts = {float(counted["step"]) for counted in (*groups, *states) if "step" in counted}
-        expect(counts <= {0.0}, f"{dtype}: {sorted(counts)} steps are counted before the first update")
+        assert counts <= {0.0}, f"{dtype}: {sorted(counts)} steps are counted before the first update"

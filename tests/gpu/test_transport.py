@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from gpu import one_rank
+from gpu.record import Record
 from hybrid3d.bench.values import SyntheticWeights, fill, wrong
-from hybrid3d.doctor.gpu import one_rank
-from hybrid3d.doctor.gpu.check import CheckLog, expect
 from hybrid3d.reshard.ends import NamedTensors
 from hybrid3d.reshard.move.device import SideStream, synchronize
 from hybrid3d.reshard.move.device import device as own_device
@@ -66,7 +67,9 @@ def self_transport(group: dist.ProcessGroup) -> Transport:
     return make_transport(own_device(), group, ranks_per_node=1) if own_device().type == "cuda" else _Copies()
 
 
-def sends_to_itself(record: CheckLog, device: str) -> None:
+@pytest.mark.limit(60)
+@pytest.mark.needs("megatron")
+def test_transport(record: Record, device: str) -> None:
     """Send a contiguous tensor directly and a strided one through staging, on a side stream, 50 times.
 
     Each time the tensors have other values, the staging memory is released, and checksums of both ends are compared.
@@ -101,16 +104,16 @@ def sends_to_itself(record: CheckLog, device: str) -> None:
             for buffer in buffers:
                 buffer.release()
         synchronize()
-        expect(
-            not one_rank.bits_differ(received, direct), f"repeat {number}: the direct message arrived with other bits"
-        )
-        expect(not one_rank.bits_differ(columns, half), f"repeat {number}: the staged message arrived with other bits")
-        expect(sums[0] == sums[1] and sums[2] == sums[3], f"repeat {number}: checksums of equal boxes differ")
+        for kind, arrived, sent in (("direct", received, direct), ("staged", columns, half)):
+            assert not one_rank.bits_differ(arrived, sent), (
+                f"repeat {number}: the {kind} message arrived with other bits"
+            )
+        assert sums[::2] == sums[1::2], f"repeat {number}: checksums of equal boxes differ"
         record(repeats=number + 1)
     seconds = (time.perf_counter() - began) / REPEATS
     record(sent_bytes=transport.received_bytes, milliseconds_a_repeat=round(seconds * 1e3, 3))
     as_bytes(received)[12345] ^= 4
-    expect(checksum(received) != checksum(direct), "a flipped bit did not change the checksum")
+    assert checksum(received) != checksum(direct), "a flipped bit did not change the checksum"
     record(flipped_bit="seen", gb_per_s=round(_rate(transport, direct, received) / 1e9, 1))
 
 
@@ -180,7 +183,9 @@ class _Arrival:
         self._corrupt(self._arriving)
 
 
-def executors(record: CheckLog, device: str) -> None:
+@pytest.mark.limit(60)
+@pytest.mark.needs("megatron")
+def test_executors(record: Record, device: str) -> None:
     """Sync between two executors on one rank, verified; then with one bit flipped on the way, which must be found."""
     transport, side = self_transport(one_rank.start()), SideStream()
     holdings, demand, held, wanted = _two_ranks(ROWS[device] // 4, device)
@@ -210,17 +215,17 @@ def executors(record: CheckLog, device: str) -> None:
     for number in range(3):
         fill(holdings, source, SyntheticWeights(number))
         reports = sync()
-        expect(reports[1].corrupted == (), f"sync {number}: verification found {reports[1].corrupted} corrupted")
+        assert reports[1].corrupted == (), f"sync {number}: verification found {reports[1].corrupted} corrupted"
         differing = wrong(demand.pieces, sink, SyntheticWeights(number), dtypes)
-        expect(not differing, f"sync {number}: {differing[:3]} arrived with other bits")
+        assert not differing, f"sync {number}: {differing[:3]} arrived with other bits"
         record(syncs=number + 1)
     nbytes = sum(piece.nbytes for piece in demand.pieces)
-    expect(reports[1].received_bytes == nbytes, f"received {reports[1].received_bytes} bytes, expected {nbytes}")
+    assert reports[1].received_bytes == nbytes, f"received {reports[1].received_bytes} bytes, expected {nbytes}"
     record(received_bytes=nbytes, staging_bytes=[r.staging_bytes for r in reports], buckets=len(plans[1].buckets))
-    expect(all(report.staging_bytes for report in reports), "nothing was staged")
+    assert all(report.staging_bytes for report in reports), "nothing was staged"
     flips.append(77)
     found = sync()[1].corrupted
-    expect(found is not None and len(found) == 1, f"one bit was flipped on the way, and verification found {found}")
+    assert len(found or ()) == 1, f"one bit was flipped on the way, and verification found {found}"
     record(flipped_bit_found_in=found)
 
 

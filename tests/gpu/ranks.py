@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from hybrid3d.doctor.gpu.check import CheckFailed
 from hybrid3d.errors import set_stream_errors
 from hybrid3d.launch.local_ranks import run_ranks
 from hybrid3d.launch_environment import RUN
@@ -25,22 +24,22 @@ def run_on_ranks(count: int, function: str, **arguments: Any) -> dict[str, Any]:
     """Call `module:function` with the arguments on each rank; return what it returns on rank 0.
 
     Raises:
-        CheckFailed: it failed on a rank; the message is that of the rank that failed first.
+        AssertionError: it failed on a rank; the message is that of the rank that failed first.
     """
     run = f"doctor-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     with tempfile.TemporaryDirectory() as folder, shared_memory_cleanup(run):
-        command = [sys.executable, "-m", "hybrid3d.doctor.gpu.torchrun", function, json.dumps(arguments), folder]
+        command = [sys.executable, "-m", "gpu.ranks", function, json.dumps(arguments), folder]
         variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), RUN: run}
         with mock.patch.dict(os.environ, variables):
             failed = run_ranks(command, count)
         failures = sorted(Path(folder).glob("failed-*"), key=lambda path: path.stat().st_mtime_ns)
         if failures:
-            raise CheckFailed(
+            raise AssertionError(
                 f"rank {failures[0].name.removeprefix('failed-')}: {failures[0].read_text(encoding='utf-8')}"
             )
         if failed:
             rank, failure = next(iter(failed.items()))
-            raise CheckFailed(f"rank {rank} of {count} ended with exit code {failure.exitcode}")
+            raise AssertionError(f"rank {rank} of {count} ended with exit code {failure.exitcode}")
         answer: dict[str, Any] = json.loads((Path(folder) / "answer").read_text(encoding="utf-8"))
         return answer
 
@@ -55,7 +54,7 @@ def main(function: str, arguments: str, folder: str) -> None:
             (Path(folder) / "answer").write_text(json.dumps(answer), encoding="utf-8")
     except BaseException as error:  # the boundary of the process
         traceback.print_exc()
-        said = str(error) if isinstance(error, CheckFailed) else f"{type(error).__name__}: {error}"
+        said = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
         (Path(folder) / f"failed-{rank}").write_text((said.splitlines() or [""])[0], encoding="utf-8")
         os._exit(1)
     sys.stdout.flush()

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
+from gpu import one_rank
+from gpu.host_waits import no_synchronization
+from gpu.ranks import run_on_ranks
+from gpu.record import Record
 from hybrid3d import distributed
 from hybrid3d.bench.values import SyntheticWeights, fill, wrong
 from hybrid3d.bench.wire import allocate
 from hybrid3d.certify.tiny_models import CONFIGS
 from hybrid3d.config import Sync, Train
-from hybrid3d.doctor.gpu import one_rank
-from hybrid3d.doctor.gpu.check import CheckLog, expect
-from hybrid3d.doctor.gpu.host_waits import no_synchronization
-from hybrid3d.doctor.gpu.torchrun import run_on_ranks
 from hybrid3d.reshard.ends import NamedTensors, PlainSink, PlainSource
 from hybrid3d.reshard.move.device import device as own_device
 from hybrid3d.reshard.plan.layout import Demand
@@ -30,7 +31,9 @@ BUCKET_MIB = {"cuda": 16, "cpu": 0.25}
 SYNCS = 10
 
 
-def two_ranks(record: CheckLog, device: str) -> None:
+@pytest.mark.limit(120)
+@pytest.mark.needs("2 gpus", "megatron")
+def test_two_ranks(record: Record, device: str) -> None:
     """Sync from TP2 to tensors that are whole on both ranks, verified, at once and as beside an update."""
     record(**run_on_ranks(2, f"{__name__}:sync_between_ranks", device=device))
 
@@ -39,7 +42,7 @@ def sync_between_ranks(device: str) -> dict[str, Any]:
     """Run as one of the ranks; every sync has other weights.
 
     Raises:
-        CheckFailed: some bit is wrong afterwards, or the host waited where it must not.
+        AssertionError: some bit is wrong afterwards, or the host waited where it must not.
     """
     config = CONFIG[device]
     whole = holdings_of(config, Train(), 0, torch.bfloat16)
@@ -62,9 +65,9 @@ def sync_between_ranks(device: str) -> dict[str, Any]:
             report = sync.finish()
         else:
             report = sync.run(version, verify=True)
-        expect(not report.corrupted, f"sync {version}: {report.corrupted[:1]} arrived corrupted")
+        assert not report.corrupted, f"sync {version}: {report.corrupted[:1]} arrived corrupted"
         differing = wrong(whole.pieces, landing, SyntheticWeights(version), dtypes)
-        expect(not differing, f"sync {version}: {differing[:1]} on rank {rank} has other bits")
-        expect(report.received_bytes == report.lower_bound_bytes, f"received {report.received_bytes} bytes")
+        assert not differing, f"sync {version}: {differing[:1]} on rank {rank} has other bits"
+        assert report.received_bytes == report.lower_bound_bytes, f"received {report.received_bytes} bytes"
         seconds.append(report.seconds)
     return {"syncs": SYNCS, "received_bytes": report.received_bytes, "median_seconds": sorted(seconds)[SYNCS // 2]}

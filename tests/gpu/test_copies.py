@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
+from gpu.record import Record
 from hybrid3d.bench.wire import copied_bytes, measure
 from hybrid3d.certify.tiny_models import CONFIGS
 from hybrid3d.config import Train
-from hybrid3d.doctor.gpu.check import CheckLog, expect
 from hybrid3d.reshard.plan.layout import Demand
 from hybrid3d.reshard.plan.planner import make_plan
 from hybrid3d.train.megatron.probe import holdings_of
@@ -30,7 +31,9 @@ BUCKET_BYTES = 64 << 20
 TOLERANCE = 0.25
 
 
-def local_copies(record: CheckLog, device: str) -> None:
+@pytest.mark.limit(60)
+@pytest.mark.needs("megatron")
+def test_local_copies(record: Record, device: str) -> None:
     """Pack, unpack and copy what a rank of a sync from TP2 to TP1 does, without sending; predict its seconds.
 
     The prediction is that of `hybrid3d plan`: all bytes at the rate of one plain copy. A CPU's caches make parts of it
@@ -48,4 +51,4 @@ def local_copies(record: CheckLog, device: str) -> None:
     record(measured_to_predicted=round(ratio, 3))
     if device == "cuda":
         message = f"the copies take {ratio:.2f} times the predicted seconds: expected within {TOLERANCE:.0%}"
-        expect(abs(ratio - 1) <= TOLERANCE, message)
+        assert abs(ratio - 1) <= TOLERANCE, message

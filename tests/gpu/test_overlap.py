@@ -7,17 +7,19 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from gpu import one_rank
+from gpu.comparisons import Interval, in_both
+from gpu.host_waits import no_synchronization
+from gpu.record import Record
 from hybrid3d.certify.tiny_models import SIZES, write_checkpoint
 from hybrid3d.config import Recipe, Sync
-from hybrid3d.doctor.gpu import one_rank
-from hybrid3d.doctor.gpu.check import CheckLog, expect
-from hybrid3d.doctor.gpu.host_waits import no_synchronization
 from hybrid3d.reshard.ends import PlainSink
 from hybrid3d.reshard.move.device import SideStream, Stream, synchronize
 from hybrid3d.rl.objective import sft_loss
@@ -33,9 +35,6 @@ LARGE = {
 }
 CONFIG = SIZES | dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", use_sliding_window=False)
 ROUNDS = 4
-
-Interval = tuple[float, float]
-"""Start and end in milliseconds."""
 
 
 class Clock:
@@ -74,13 +73,24 @@ class MarkedStream:
             self.marks.append((before, self.clock.mark()))
 
 
-def overlap(record: CheckLog, device: str, must_overlap: bool) -> None:
-    """Update a model several times, each time syncing its optimizer buckets as they are ready, and compare all bits.
+@pytest.mark.limit(70)
+@pytest.mark.needs("megatron")
+@pytest.mark.variables(CUDA_DEVICE_MAX_CONNECTIONS=None)
+def test_overlap(record: Record, device: str) -> None:
+    """Copies of a sync run during the optimizer's step, without synchronization, and every bit arrives."""
+    _overlap(record, device, must_overlap=True)
 
-    Args:
-        must_overlap: whether copies must run at the same time as the optimizer's later buckets; otherwise it is only
-            recorded whether they do.
-    """
+
+@pytest.mark.limit(70)
+@pytest.mark.needs("megatron")
+@pytest.mark.variables(CUDA_DEVICE_MAX_CONNECTIONS="1")
+def test_overlap_one_connection(record: Record, device: str) -> None:
+    """The same with one hardware queue, where it is only recorded whether they overlap."""
+    _overlap(record, device, must_overlap=False)
+
+
+def _overlap(record: Record, device: str, must_overlap: bool) -> None:
+    """Update a model several times, each time syncing its optimizer buckets as they are ready, and compare all bits."""
     config = CONFIG | LARGE[device]
     record(cuda_device_max_connections=os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
     with tempfile.TemporaryDirectory() as path:
@@ -102,16 +112,16 @@ def overlap(record: CheckLog, device: str, must_overlap: bool) -> None:
         steps, copies, milliseconds = _together(policy, sync, stream, recipe, config, version, device)
         together.append(milliseconds)
         _expect_arrived(policy, other, f"version {version}, synced during the step")
-        expect(landing.version == version, f"the sink has version {landing.version}, expected {version}")
+        assert landing.version == version, f"the sink has version {landing.version}, expected {version}"
         record(rounds=version + 1 - ROUNDS)
     step, synced = (statistics.median(numbers) for numbers in zip(*apart, strict=True))
-    common, copied = _common(steps, copies), sum(end - start for start, end in copies)
+    common, copied = in_both(steps, copies), sum(end - start for start, end in copies)
     record(step_ms=round(step, 3), sync_ms=round(synced, 3), together_ms=round(statistics.median(together), 3))
     record(saved_ms=round(step + synced - statistics.median(together), 3))
     record(copies_ms=round(copied, 3), copies_during_steps_ms=round(common, 3), overlapped=round(common / copied, 3))
     if device == "cuda" and must_overlap:
         said = f"{common:.3f} of {copied:.3f} ms of copies overlap the optimizer's step: expected a tenth or more"
-        expect(common > 0.1 * copied, said)
+        assert common > 0.1 * copied, said
 
 
 def _apart(
@@ -165,12 +175,7 @@ def _together(
     return [clock.interval(one) for one in steps], [clock.interval(one) for one in copies], total[1] - total[0]
 
 
-def _common(some: Sequence[Interval], others: Sequence[Interval]) -> float:
-    """Return the length of the time that is in an interval of both."""
-    return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in some for b in others)
-
-
 def _expect_arrived(policy: Policy, other: Policy, when: str) -> None:
     there = other.weights.tensors
     wrong = [name for name, tensor in policy.weights.tensors.items() if one_rank.bits_differ(tensor, there[name])]
-    expect(not wrong, f"{when}: {len(wrong)} tensors arrived with other bits, such as {wrong[:1]}")
+    assert not wrong, f"{when}: {len(wrong)} tensors arrived with other bits, such as {wrong[:1]}"

@@ -6,12 +6,13 @@ import json
 import tempfile
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
-from hybrid3d.doctor.gpu import one_rank
-from hybrid3d.doctor.gpu.check import CheckLog, expect
-from hybrid3d.doctor.gpu.checks.transport import self_transport
+from gpu import one_rank
+from gpu.record import Record
+from gpu.test_transport import self_transport
 from hybrid3d.reshard.files import load_files
 from hybrid3d.reshard.move.device import synchronize
 from hybrid3d.reshard.move.transport import as_bytes
@@ -24,7 +25,9 @@ LARGEST = 448.0  # of float8_e4m3fn
 NAME = "model.layers.0.self_attn.o_proj.weight"
 
 
-def fp8(record: CheckLog, device: str) -> None:
+@pytest.mark.limit(40)
+@pytest.mark.needs("megatron")
+def test_fp8(record: Record, device: str) -> None:
     """Read an FP8 checkpoint into memory on the device, and send an FP8 tensor."""
     torch.manual_seed(1)
     weight = torch.randn(SHAPE)
@@ -41,7 +44,7 @@ def fp8(record: CheckLog, device: str) -> None:
         quantization = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
         (folder / "config.json").write_text(json.dumps({"quantization_config": quantization}), encoding="utf-8")
         load_files(str(folder), Demand((piece,)), {"target": target}, 0)
-    expect(not one_rank.bits_differ(target.cpu(), expected), "the dequantized weights have other bits")
+    assert not one_rank.bits_differ(target.cpu(), expected), "the dequantized weights have other bits"
     record(read_elements=target.numel(), rounding_error=float((expected.float() - weight).abs().max()))
     transport = self_transport(one_rank.start())
     source = stored.to(device)
@@ -50,5 +53,5 @@ def fp8(record: CheckLog, device: str) -> None:
     transport.submit_send(as_bytes(source), 0, 0)
     transport.run().wait()
     synchronize()
-    expect(not one_rank.bits_differ(arrived, source), "an FP8 tensor arrived with other bits")
+    assert not one_rank.bits_differ(arrived, source), "an FP8 tensor arrived with other bits"
     record(sent_bytes=transport.received_bytes)

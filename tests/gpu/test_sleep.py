@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
-from hybrid3d.doctor.gpu.check import CheckFailed, CheckLog, expect
+from gpu.record import Record
 from hybrid3d.rollout.sleep_allocator import load_sleep_allocator
 from hybrid3d.run.oom_recovery import find_out_of_memory
 
@@ -17,7 +18,9 @@ ROUNDS = 3
 KEPT = ("runtime", "cudagraph")  # what vLLM's level 2 keeps, in `sleep_mode_backend.py`
 
 
-def sleep_graph(record: CheckLog, device: str) -> None:
+@pytest.mark.limit(50)
+@pytest.mark.needs("cuda", "cumem")
+def test_sleep_graph(record: Record, device: str) -> None:
     """Put weights and a KV cache to sleep as `RolloutEngine.sleep` does, wake them one by one, and replay a graph."""
     allocator = load_sleep_allocator()
     torch.manual_seed(1)
@@ -42,10 +45,10 @@ def sleep_graph(record: CheckLog, device: str) -> None:
         allocator.sleep(offload_tags=KEPT)
         asleep = torch.cuda.mem_get_info()[0]
         freed = asleep - awake
-        expect(freed >= weights.nbytes + cache.nbytes, f"round {number}: sleeping freed {freed} bytes")
+        assert freed >= weights.nbytes + cache.nbytes, f"round {number}: sleeping freed {freed} bytes"
         allocator.wake_up(tags=["weights"])
         taken = asleep - torch.cuda.mem_get_info()[0]
-        expect(weights.nbytes <= taken < weights.nbytes + cache.nbytes, f"waking the weights took {taken} bytes")
+        assert weights.nbytes <= taken < weights.nbytes + cache.nbytes, f"waking the weights took {taken} bytes"
         fresh = torch.randn(SIZE, SIZE, dtype=torch.bfloat16, device=device)
         weights.copy_(fresh)
         allocator.wake_up(tags=["kv_cache"])
@@ -56,11 +59,11 @@ def sleep_graph(record: CheckLog, device: str) -> None:
             graph.replay()
             torch.cuda.synchronize()
             error = float((outputs.float() - exact).abs().max() / exact.abs().max())
-            expect(error < 2e-2, f"round {number}: a graph in {name}'s pool read other weights: error {error:.2e}")
-            expect(
-                bool((cache == number + 1).all()), f"round {number}: a graph in {name}'s pool did not write the cache"
+            assert error < 2e-2, f"round {number}: a graph in {name}'s pool read other weights: error {error:.2e}"
+            assert bool((cache == number + 1).all()), (
+                f"round {number}: a graph in {name}'s pool did not write the cache"
             )
-        expect((weights.data_ptr(), cache.data_ptr()) == addresses, "waking moved memory to another address")
+        assert (weights.data_ptr(), cache.data_ptr()) == addresses, "waking moved memory to another address"
         record(rounds=number + 1, freed_bytes=freed, weights_bytes=weights.nbytes, error=error)
 
 
@@ -77,7 +80,9 @@ def _capture(forward: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGr
     return graph
 
 
-def wake_out_of_memory(record: CheckLog, device: str) -> None:
+@pytest.mark.limit(40)
+@pytest.mark.needs("cuda", "cumem")
+def test_wake_out_of_memory(record: Record, device: str) -> None:
     """Wake memory for which there is no room: the allocator's error must be recognized as out of memory."""
     allocator = load_sleep_allocator()
     with allocator.use_memory_pool("weights"):
@@ -90,7 +95,7 @@ def wake_out_of_memory(record: CheckLog, device: str) -> None:
     except Exception as error:  # of which kind it is, is what this check finds out
         raised = error
     else:
-        raise CheckFailed(f"{weights.nbytes} bytes were woken beside {blocks[0].nbytes} of {free} free ones")
+        raise AssertionError(f"{weights.nbytes} bytes were woken beside {blocks[0].nbytes} of {free} free ones")
     cause = find_out_of_memory(raised)
     record(error=type(raised).__name__, message=str(raised).strip()[:200], cause=cause)
-    expect(cause is not None, f"recovery does not recognize {type(raised).__name__}: {raised}")
+    assert cause is not None, f"recovery does not recognize {type(raised).__name__}: {raised}"

@@ -7,12 +7,13 @@ import time
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 
+from gpu import one_rank
+from gpu.record import Record
 from hybrid3d.certify.tiny_models import SIZES, write_checkpoint
 from hybrid3d.config import Rollout
-from hybrid3d.doctor.gpu import one_rank
-from hybrid3d.doctor.gpu.check import CheckLog, expect
 from hybrid3d.planning.memory import count_parameters, estimate_stages
 from hybrid3d.reshard.move.device import synchronize
 from hybrid3d.reshard.move.memory import DeviceBuffer
@@ -44,7 +45,9 @@ MEDIUM = SIZES | dict(
 PERSISTENT_TOLERANCE, PEAK_TOLERANCE = 0.1, 0.25
 
 
-def arenas(record: CheckLog, device: str) -> None:
+@pytest.mark.limit(40)
+@pytest.mark.needs("megatron")
+def test_arenas(record: Record, device: str) -> None:
     """Release and allocate a `DeviceBuffer` again and again; views made once must follow it to its new memory."""
     before = _allocated(device)
     buffer = DeviceBuffer(ARENA_BYTES[device], device)
@@ -61,21 +64,23 @@ def arenas(record: CheckLog, device: str) -> None:
         numbers.fill_(number)
         halves.fill_(-1.5)
         middle = len(column) // 2
-        expect(bool((column[:middle] == number).all()), f"round {number}: a strided view shows other memory")
-        expect(bool((halves == -1.5).all()), f"round {number}: a view of another dtype shows other memory")
+        assert bool((column[:middle] == number).all()), f"round {number}: a strided view shows other memory"
+        assert bool((halves == -1.5).all()), f"round {number}: a view of another dtype shows other memory"
         # Two bfloat16 of -1.5 (0xBFC0) read as one float32
         expected = torch.tensor([-1.5, -1.5], dtype=torch.bfloat16).view(torch.float32).item()
-        expect(bool((column[middle:] == expected).all()), f"round {number}: two views do not share memory")
+        assert bool((column[middle:] == expected).all()), f"round {number}: two views do not share memory"
         addresses.add(numbers.data_ptr())
         del neighbour
     record(nbytes=buffer.nbytes, addresses=len(addresses), milliseconds_a_round=_ms(began, ROUNDS))
     if device == "cuda":
         record(freed_bytes=sorted(freed))
-        expect(freed == {buffer.nbytes}, f"releasing {buffer.nbytes} bytes frees {sorted(freed)}")
-        expect(len(addresses) > 1, "the buffer never moved, so that nothing was shown about its views")
+        assert freed == {buffer.nbytes}, f"releasing {buffer.nbytes} bytes frees {sorted(freed)}"
+        assert len(addresses) > 1, "the buffer never moved, so that nothing was shown about its views"
 
 
-def offload(record: CheckLog, device: str) -> None:
+@pytest.mark.limit(50)
+@pytest.mark.needs("megatron")
+def test_offload(record: Record, device: str) -> None:
     """Offload tensors to pinned host memory and back, bit for bit, and measure the bandwidth."""
     torch.manual_seed(1)
     count = OFFLOADED_BYTES[device] // 8
@@ -89,24 +94,26 @@ def offload(record: CheckLog, device: str) -> None:
         began = time.perf_counter()
         nbytes = memory.offload({kind: partial(list, tensors) for kind, tensors in kinds.items()})
         away = time.perf_counter() - began
-        expect(nbytes == sum(t.nbytes for t in (weights, state, gradients)), f"offloaded {nbytes} bytes")
-        expect(weights.untyped_storage().nbytes() == 0, "the storage was not emptied")
+        assert nbytes == sum(t.nbytes for t in (weights, state, gradients)), f"offloaded {nbytes} bytes"
+        assert weights.untyped_storage().nbytes() == 0, "the storage was not emptied"
         if device == "cuda":
             freed = full - _allocated(device)
-            expect(freed == nbytes, f"offloading {nbytes} bytes freed {freed}")
+            assert freed == nbytes, f"offloading {nbytes} bytes freed {freed}"
         began = time.perf_counter()
         memory.onload()
         back = time.perf_counter() - began
-        expect(not one_rank.bits_differ(weights, kept[0]), "parameters came back with other bits")
-        expect(not one_rank.bits_differ(state, kept[1]), "optimizer state came back with other bits")
-        expect(view.data_ptr() == weights.data_ptr() + (3 * 64 + 1) * 2, "a view does not follow its storage")
+        assert not one_rank.bits_differ(weights, kept[0]), "parameters came back with other bits"
+        assert not one_rank.bits_differ(state, kept[1]), "optimizer state came back with other bits"
+        assert view.data_ptr() == weights.data_ptr() + (3 * 64 + 1) * 2, "a view does not follow its storage"
         moved = weights.nbytes + state.nbytes
         record(**{f"away_gb_per_s_{number}": round(moved / away / 1e9, 2)})
         record(**{f"back_gb_per_s_{number}": round(moved / back / 1e9, 2)})
     record(offloaded_bytes=nbytes)
 
 
-def out_of_memory(record: CheckLog, device: str) -> None:
+@pytest.mark.limit(40)
+@pytest.mark.needs("cuda", "megatron")
+def test_out_of_memory(record: Record, device: str) -> None:
     """Run out of GPU memory; the error must lead to a restart with smaller settings, and memory be usable again."""
     blocks: list[torch.Tensor] = []
     try:
@@ -116,23 +123,25 @@ def out_of_memory(record: CheckLog, device: str) -> None:
         raised = error
     record(error=type(raised).__name__, allocated_gib=len(blocks))
     cause = find_out_of_memory(raised)
-    expect(cause is not None, f"recovery does not recognize {type(raised).__name__}: {raised}")
+    assert cause is not None, f"recovery does not recognize {type(raised).__name__}: {raised}"
     recipe = one_rank.recipe_for(Path("model"), "bfloat16", micro_batch_size=8)
     with tempfile.TemporaryDirectory() as path:
         restart = OomRecovery().prepare_restart(str(cause), recipe, RunFolder(Path(path)), 0)
-        expect(isinstance(restart, OutOfMemoryRestart), f"no restart was prepared: {restart}")
+        assert isinstance(restart, OutOfMemoryRestart), f"no restart was prepared: {restart}"
         settings = OomRecovery.from_folder(RunFolder(Path(path))).settings
     record(settings=dict(settings))
-    expect(
-        settings.get("train.micro_batch_size") == 4, f"the restart has {dict(settings)}, expected half the micro batch"
+    assert settings.get("train.micro_batch_size") == 4, (
+        f"the restart has {dict(settings)}, expected half the micro batch"
     )
     del raised
     blocks.clear()
     torch.cuda.empty_cache()
-    expect(torch.ones(1 << 28, device=device).sum().item() == 1 << 28, "memory is not usable afterwards")
+    assert torch.ones(1 << 28, device=device).sum().item() == 1 << 28, "memory is not usable afterwards"
 
 
-def planned_memory(record: CheckLog, device: str) -> None:
+@pytest.mark.limit(60)
+@pytest.mark.needs("cuda", "megatron")
+def test_planned_memory(record: Record, device: str) -> None:
     """Measure the GPU memory of training steps, and compare it with what `hybrid3d plan` predicts."""
     with tempfile.TemporaryDirectory() as path:
         folder = write_checkpoint(Path(path), MEDIUM)
@@ -159,7 +168,7 @@ def planned_memory(record: CheckLog, device: str) -> None:
 def _expect_near(what: str, measured: int, planned: int, tolerance: float) -> None:
     ratio = measured / planned
     message = f"{what}: {measured} bytes measured, {planned} planned: expected within {tolerance:.0%} of it"
-    expect(abs(ratio - 1) <= tolerance, message)
+    assert abs(ratio - 1) <= tolerance, message
 
 
 def _allocated(device: str) -> int:

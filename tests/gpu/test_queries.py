@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
+from gpu import one_rank
+from gpu.record import Record
 from hybrid3d.certify.tiny_models import CONFIGS
 from hybrid3d.config import Train
-from hybrid3d.doctor.gpu import one_rank
-from hybrid3d.doctor.gpu.check import CheckLog, expect
 from hybrid3d.reshard.plan.layout import Holdings
 from hybrid3d.train.megatron.build import build_model
 from hybrid3d.train.megatron.probe import holdings_of
@@ -22,7 +23,9 @@ LAYOUTS = {
 }
 
 
-def ask_on_meta(record: CheckLog, device: str) -> None:
+@pytest.mark.limit(60)
+@pytest.mark.needs("megatron")
+def test_ask_on_meta(record: Record, device: str) -> None:
     """Query Megatron about ranks of layouts that are not here, and compare TP1 with a model that is built."""
     gpus = torch.cuda.device_count() if device == "cuda" else 0
     own = gpus - 1
@@ -38,19 +41,17 @@ def ask_on_meta(record: CheckLog, device: str) -> None:
         of_torch: Any = torch._C
         contexts = [gpu for gpu in range(gpus) if of_torch._cuda_hasPrimaryContext(gpu)]
         record(allocated_bytes=torch.cuda.max_memory_allocated(own), contexts=contexts, own_gpu=own)
-        expect(torch.cuda.max_memory_allocated(own) == 0, "querying on meta has allocated GPU memory")
-        expect(set(contexts) <= {own}, f"GPU {own} was queried from, and GPUs {contexts} have a context")
+        assert torch.cuda.max_memory_allocated(own) == 0, "querying on meta has allocated GPU memory"
+        assert set(contexts) <= {own}, f"GPU {own} was queried from, and GPUs {contexts} have a context"
         torch.cuda.set_device(0)
     one_rank.start()
     for family, answer in asked.items():
         stages = build_model(CONFIGS[family], Train(), torch.bfloat16)
-        expect(
-            {p.device.type for p in stages[0].parameters()} == {device}, f"{family}: built elsewhere than on {device}"
+        assert {p.device.type for p in stages[0].parameters()} == {device}, (
+            f"{family}: built elsewhere than on {device}"
         )
         built = megatron_weights(stages, CONFIGS[family]).holdings
-        expect(
-            _boxes(built) == _boxes(answer), f"{family}: a model on meta and one that is built hold different pieces"
-        )
+        assert _boxes(built) == _boxes(answer), f"{family}: a model on meta and one that is built hold different pieces"
     record(built=sorted(asked))
 
 
