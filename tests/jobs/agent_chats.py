@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 import httpx
-from openai import BadRequestError, OpenAI
+from openai import BadRequestError, NotFoundError, OpenAI
 
 ENDPOINT, KEY = os.environ["HYBRID3D_ENDPOINT"], os.environ["HYBRID3D_API_KEY"]
 OUT, TURNS = Path(sys.argv[1]), int(sys.argv[2])
@@ -34,6 +34,11 @@ def chat(policy: OpenAI, session: dict, write) -> None:
         except BadRequestError as error:
             if error.code != "context_length_exceeded":
                 raise
+            return
+        except NotFoundError as error:  # the session was begun again with newer weights, or dropped
+            if error.code != "no_session":
+                raise
+            write({"step": session["step"], "greedy": session["greedy"], "call": None})
             return
         choice = reply.choices[0]
         content = choice.logprobs.content if choice.logprobs is not None else []

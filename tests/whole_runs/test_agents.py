@@ -34,7 +34,11 @@ def prepare(work: Path, demo: Path) -> Path:
 
 def prepare_chats(work: Path, demo: Path) -> Path:
     """Prepare a folder as `prepare` does, with a chat template, and a folder for calls."""
-    prepare(work, demo)
+    return with_template(prepare(work, demo))
+
+
+def with_template(work: Path) -> Path:
+    """Give the model of a folder a chat template, and make a folder for calls."""
     (work / "calls").mkdir()
     config = json.loads((work / "model/tokenizer_config.json").read_text())
     (work / "model/tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
@@ -137,6 +141,105 @@ def test_agents_make_answers_ahead_on_ranks_of_their_own(demo: Path, tmp_path: P
     assert all(0.9 <= row["rollout/kept_probability_mean"] < 0.99 for row in rows)
     assert 0 < rows[0]["mismatch/logprob_abs_max"] <= 1e-3
     assert all(row["reward/failures"] == 0 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("partial", ["continue", "continue,keep_cache", "restart"])
+def test_no_step_waits_for_its_longest_sessions(demo: Path, tmp_path: Path, partial: str) -> None:
+    """Whatever is trained was given to an agent, token by token; restarted sessions end for their agents."""
+    work, (kind, *kept) = prepare_chats(tmp_path, demo), partial.split(",")
+    train(
+        work,
+        f"agent_chats.py {work}/calls {TURNS}",
+        "name=partial",
+        f"run.steps={STEPS}",
+        "run.record=always",
+        "run.eval_every=2",
+        f"async.partial={kind}",
+        "async.max_staleness=2",
+        "algorithm.correction.kind=truncate",
+        "algorithm.prompts_per_step=8",
+        "algorithm.samples_per_prompt=4",
+        "train.max_tokens_per_micro_batch=2048",
+        "sync.verify=always",
+        *(["async.keep_cache=true", "rollout.sleep=false"] if kept else []),
+    )
+    told, ended = Counter[str](), 0
+    for path in (work / "calls").iterdir():
+        for call in map(json.loads, path.read_text().splitlines()):
+            told[json.dumps(call["call"])] += not call["greedy"]
+            ended += call["call"] is None
+    rows, versions = read_rows(work / "runs/partial"), list[int]()
+    for step in range(STEPS):
+        trained = calls_of_samples(work / "runs/partial", step)
+        assert trained <= told
+        assert trained.total() >= 8 * 4
+        samples = read_step(recorded_folder(RunFolder(work / "runs/partial"), step)).samples
+        versions += [len(sample.versions.runs) for sample in samples]
+        assert all(step - 2 <= min(sample.versions) <= max(sample.versions) <= step for sample in samples)
+    assert all(row["sync/received_bytes"] == row["sync/lower_bound_bytes"] for row in rows)
+    assert all(row["reward/failures"] == 0 for row in rows)
+    assert min(row["rollout/unfinished_prompts"] for row in rows[:-1]) > 0
+    if kind == "restart":
+        assert sum(row["rollout/dropped_tokens"] for row in rows) > 0
+        assert (max(versions), ended > 0) == (1, True)
+    else:
+        assert sum(row["rollout/dropped_tokens"] for row in rows) == ended == 0
+        assert max(versions) > 1
+        assert max(row["rollout/continued_fraction"] for row in rows) > 0
+
+
+@pytest.mark.slow
+def test_experts_of_every_branch_are_replayed(demo: Path, tmp_path: Path) -> None:
+    """In float32 training's routers choose as vLLM's did: for each branch, also where a call was given up."""
+    experts_folder(tmp_path, demo, "qwen3_moe")
+    work = with_template(tmp_path)
+    train(
+        work,
+        f"agent_chats.py {work}/calls 6",
+        "name=replay",
+        "run.steps=2",
+        "run.record=always",
+        "train.router_replay=rollout",
+        "algorithm.prompts_per_step=4",
+        "algorithm.samples_per_prompt=4",
+        "train.max_tokens_per_micro_batch=2048",
+        "data.eval=build/demo/eval.parquet",
+    )
+    for row in read_rows(work / "runs/replay"):
+        assert row["mismatch/missing_expert_choices"] == 0
+        assert row["mismatch/expert_agreement"] > 0.999
+        assert row["rollout/branches_mean"] > 1
+        assert 0 < row["mismatch/logprob_abs_max"] <= 1e-3
+    for sample in read_step(recorded_folder(RunFolder(work / "runs/replay"), 1)).samples:
+        assert len(sample.experts) == len(sample.prompt_ids) + len(sample.tokens) - 1
+
+
+@pytest.mark.slow
+def test_dynamic_sampling_replaces_prompts_of_unfinished_batches(demo: Path, tmp_path: Path) -> None:
+    """With partial rollouts, and rewards by agents: no group of equal rewards is trained where others suffice."""
+    work = prepare_chats(tmp_path, demo)
+    train(
+        work,
+        f"agent_chats.py {work}/calls 3",
+        "name=dynamic",
+        f"run.steps={STEPS}",
+        "run.record=always",
+        "async.partial=continue",
+        "async.max_staleness=1",
+        "algorithm.name=dapo",
+        "algorithm.correction.kind=truncate",
+        "algorithm.prompts_per_step=4",
+        "algorithm.samples_per_prompt=2",  # of which half have equal rewards
+        "train.max_tokens_per_micro_batch=2048",
+    )
+    rows = read_rows(work / "runs/dynamic")
+    assert sum(row["rollout/zero_variance_groups"] for row in rows) > 0
+    for step in range(STEPS):
+        samples = read_step(recorded_folder(RunFolder(work / "runs/dynamic"), step)).samples
+        rewards = [sample.reward for sample in samples if sample.last]
+        assert len(rewards) == 4 * 2
+        assert all(one != other for one, other in zip(rewards[::2], rewards[1::2], strict=True))
 
 
 @pytest.fixture(scope="module")
