@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 import tomllib
 from collections import Counter
@@ -14,9 +15,9 @@ import pytest
 
 from hybrid3d.config import Recipe, refusals
 from hybrid3d.config.messages import join_keys
+from hybrid3d.config.only_if import ONLY_IF, OnlyIf
 from hybrid3d.config.refusals import Refusal
 from hybrid3d.config.schema import key_of, section_type
-from hybrid3d.config.unused_settings import UNUSED_RULES
 
 ROOT = Path(__file__).resolve().parents[2]
 TREES = {path.name: ast.parse(path.read_text()) for path in sorted((ROOT / "src/hybrid3d/config").glob("*.py"))}
@@ -49,6 +50,16 @@ def settings_in(kind: type, path: str = "") -> Iterator[str]:
             yield from settings_in(section, key)
 
 
+def conditions_in(kind: type) -> Iterator[OnlyIf]:
+    """The conditions under which settings have an effect; those of a section that stands twice are twice there."""
+    hints = get_type_hints(kind, include_extras=True)
+    for field in dataclasses.fields(kind):
+        yield from field.metadata.get(ONLY_IF, ())
+        section = section_type(hints[field.name])
+        if section is not None:
+            yield from conditions_in(section)
+
+
 def words(node: ast.expr) -> list[str]:
     """The patterns of the dotted names in a text, of which a part in braces may be anything."""
     parts = node.values if isinstance(node, ast.JoinedStr) else [node]
@@ -72,14 +83,14 @@ def test_engines_are_those_of_the_project_file() -> None:
     for where, call in calls_of("by_engine"):
         engine = getattr(refusals, ast.unparse(call.args[0]))
         assert engine in pins, f"{where}: {engine} is not the range in pyproject.toml: can a version of it do it?"
-    assert "engine" not in {rule.kind for rule in UNUSED_RULES}
+    assert "engine" not in {condition.kind for condition in conditions_in(Recipe)}
     with pytest.raises(AssertionError, match="names the engine"):
         Refusal(("train.tp",), "engine", "no engine is named")
 
 
 def test_ever_fewer_are_not_built() -> None:
     found = Counter(where.partition(":")[0] for where, _ in calls_of("not_built"))
-    found["unused_settings.py"] += sum(rule.kind == "not_built" for rule in UNUSED_RULES)
+    found["sections/"] += sum(condition.kind == "not_built" for condition in conditions_in(Recipe))
     assert found.total() <= MOST_NOT_BUILT, f"this number only falls: build what is refused; there are {dict(found)}"
 
 
@@ -93,4 +104,6 @@ def test_their_settings_exist() -> None:
         assert words(given), where
         for word in words(given):
             assert any(re.fullmatch(word, name) for name in known), f"{where}: no setting is called {word}"
-    assert {f"{rule.section}.{key}" for rule in UNUSED_RULES for key in rule.keys} <= known
+    deciding = {key for condition in conditions_in(Recipe) for key in condition.decided_by}
+    assert len(deciding) > 3
+    assert deciding <= known

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from hybrid3d.config.algorithm_rules import check_algorithm
 from hybrid3d.config.generation_rules import check_agents, check_async, check_evaluation, check_router_replay
+from hybrid3d.config.only_if import unused_settings
 from hybrid3d.config.quantization_rules import check_fp8_training, check_quantization
 from hybrid3d.config.refusals import VLLM, Refusal, arithmetic, by_engine, definition, not_built
 from hybrid3d.config.role_rules import check_reward_ranks, check_split
 from hybrid3d.config.schema import MAX_RANKS
-from hybrid3d.config.unused_settings import unused_settings
 
 if TYPE_CHECKING:
     from hybrid3d.config.recipe import Recipe

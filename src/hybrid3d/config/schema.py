@@ -272,7 +272,10 @@ def read_section(kind: type[T], raw: object, path: str, problems: list[str]) -> 
         key_path = join_keys(path, key)
         if key in raw:
             values[field.name] = _read(hint, raw[key], key_path, problems)
-        elif field.metadata and raw.get(field.metadata[REQUIRED_UNLESS][0]) != field.metadata[REQUIRED_UNLESS][1]:
+        elif (
+            REQUIRED_UNLESS in field.metadata
+            and raw.get(field.metadata[REQUIRED_UNLESS][0]) != field.metadata[REQUIRED_UNLESS][1]
+        ):
             problems.append(f"{key_path}: missing, expected {describe_type(hint)}")
         elif field.default_factory is not dataclasses.MISSING:
             continue

@@ -12,6 +12,8 @@ from hybrid3d.config.algorithms import (
     GROUP_ADVANTAGES,
     GROUP_SCALES,
     REFERENCE_FREE_LOSSES,
+    SMOOTHED_LOSSES,
+    TOKEN_ADVANTAGES,
     Advantage,
     AdvantageScale,
     Aggregation,
@@ -21,6 +23,7 @@ from hybrid3d.config.algorithms import (
     PreferenceLossType,
     Ratio,
 )
+from hybrid3d.config.only_if import ONLY_IF, of_loss, of_own, of_pairs, of_recipe, of_sampling, only_if
 from hybrid3d.config.schema import (
     REQUIRED_UNLESS,
     AboveOne,
@@ -41,6 +44,21 @@ Url = Annotated[
     str, Rule(lambda s: re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#]*)?", s) is not None, "http://HOST:PORT/v1")
 ]
 K3_CLAMP = 10.0
+MEASURED = of_own(lambda kl: kl.where != "none", "algorithm.kl.where=none measures no KL")
+HAS_GRADIENT = of_own(lambda kl: kl.where != "reward", "with algorithm.kl.where=reward the KL has no gradient")
+HAS_TARGET = of_own(
+    lambda kl: kl.target is not None,
+    "without algorithm.kl.target the coefficient is fixed",
+    "algorithm.kl.target",
+)
+HAS_REFERENCE = (
+    of_recipe(
+        lambda recipe: recipe.algorithm.uses_reference or not recipe.algorithm.uses_pairs,
+        "algorithm.preference.loss_type={recipe.algorithm.preference.loss_type} has no reference",
+    ),
+    of_recipe(lambda recipe: recipe.algorithm.uses_reference, "algorithm.kl.where=none measures no KL"),
+)
+KL_IS_SAMPLED = of_sampling("measures no KL")
 Smoothing = Annotated[float, Rule(lambda x: 0 <= x < 0.5, "at least 0 and less than 0.5")]
 
 
@@ -67,16 +85,16 @@ class Kl:
             most 1 ± 0.2 x answers / `horizon`.
     """
 
-    where: Literal["reward", "loss", "none"]
-    reference: FilePath | None = None
-    endpoint: Url | None = None
-    estimator: Literal["k1", "k2", "k3", "abs"] | None = None
-    straight_through: bool = False
-    clamp: Positive | None = None
-    ratio_weighted: bool = False
+    where: Literal["reward", "loss", "none"] = field(metadata={ONLY_IF: (KL_IS_SAMPLED,)})
+    reference: FilePath | None = only_if(None, *HAS_REFERENCE)
+    endpoint: Url | None = only_if(None, *HAS_REFERENCE)
+    estimator: Literal["k1", "k2", "k3", "abs"] | None = only_if(None, MEASURED)
+    straight_through: bool = only_if(False, MEASURED, HAS_GRADIENT)
+    clamp: Positive | None = only_if(None, MEASURED)
+    ratio_weighted: bool = only_if(False, MEASURED, HAS_GRADIENT)
     coef: Coefficient = field(default=0.0, metadata={REQUIRED_UNLESS: ("where", "none")})
-    target: Positive | None = None
-    horizon: Steps = 10_000
+    target: Positive | None = only_if(None, MEASURED)
+    horizon: Steps = only_if(10_000, MEASURED, HAS_TARGET)
 
     @property
     def effective_estimator(self) -> str:
@@ -88,6 +106,19 @@ class Kl:
         """Return the bound in use: `clamp`, or the default of the estimator, of which only `k3` grows exponentially."""
         unbounded = self.effective_estimator != "k3" or self.straight_through
         return self.clamp if self.clamp is not None or unbounded else K3_CLAMP
+
+
+CORRECTS = of_own(
+    lambda correction: correction.kind != "none",
+    "algorithm.correction.kind=none corrects nothing",
+    "algorithm.correction.kind",
+)
+BOUNDS_FROM_BELOW = of_own(
+    lambda correction: correction.kind not in ("truncate", "sequence_truncate"),
+    "algorithm.correction.kind={own.kind} bounds ratios only from above, by high",
+    "algorithm.correction.kind",
+)
+HAS_ROLLOUT = of_sampling("has no rollout to correct for")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,11 +137,13 @@ class Correction:
             loss, and its clip, are relative to the policy that sampled.
     """
 
-    kind: Literal["none", "truncate", "mask", "sequence_truncate", "sequence_mask", "sequence_mean_mask"] = "none"
-    low: NonNegative = 0.5
-    high: Positive = 2.0
-    normalize: bool = False
-    bypass: bool = False
+    kind: Literal["none", "truncate", "mask", "sequence_truncate", "sequence_mask", "sequence_mean_mask"] = only_if(
+        "none", HAS_ROLLOUT
+    )
+    low: NonNegative = only_if(0.5, CORRECTS, BOUNDS_FROM_BELOW)
+    high: Positive = only_if(2.0, CORRECTS)
+    normalize: bool = only_if(False, CORRECTS)
+    bypass: bool = only_if(False, HAS_ROLLOUT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,13 +160,19 @@ class PolicyLoss:
         max_ratio: Upper bound of the ratio with which `dppo_tv` and `dppo_kl` weight a token.
     """
 
-    tau_positive: Positive = 1.0
-    tau_negative: Positive = 1.05
-    cov_fraction: OpenFraction = 2e-4
-    cov_low: NonNegative = 1.0
-    cov_high: Positive = 5.0
-    cov_kl_coef: Coefficient = 1.0
-    max_ratio: AboveOne = 20.0
+    tau_positive: Positive = only_if(1.0, of_loss("sapo"))
+    tau_negative: Positive = only_if(1.05, of_loss("sapo"))
+    cov_fraction: OpenFraction = only_if(2e-4, of_loss("clip_cov", "kl_cov"))
+    cov_low: NonNegative = only_if(1.0, of_loss("clip_cov"))
+    cov_high: Positive = only_if(5.0, of_loss("clip_cov"))
+    cov_kl_coef: Coefficient = only_if(1.0, of_loss("kl_cov"))
+    max_ratio: AboveOne = only_if(20.0, of_loss("dppo_tv", "dppo_kl"))
+
+
+ON_PAIRS = of_pairs("trains on no preference pairs")
+BY_LOSS = "algorithm.preference.loss_type={own.loss_type} does not use it"
+SMOOTHED = of_own(lambda preference: preference.loss_type in SMOOTHED_LOSSES, BY_LOSS)
+SIMPO = of_own(lambda preference: preference.loss_type == "simpo", BY_LOSS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,11 +191,24 @@ class Preference:
             to the loss.
     """
 
-    loss_type: PreferenceLossType = "sigmoid"
-    beta: Positive = 0.1
-    label_smoothing: Smoothing = 0.0
-    simpo_gamma: NonNegative = 0.5
-    sft_coef: Coefficient = 0.0
+    loss_type: PreferenceLossType = only_if("sigmoid", ON_PAIRS)
+    beta: Positive = only_if(0.1, ON_PAIRS)
+    label_smoothing: Smoothing = only_if(0.0, ON_PAIRS, SMOOTHED)
+    simpo_gamma: NonNegative = only_if(0.5, ON_PAIRS, SIMPO)
+    sft_coef: Coefficient = only_if(0.0, ON_PAIRS)
+
+
+SAMPLES = of_sampling("trains on the answers of the data")
+DISCOUNTS = of_recipe(
+    lambda recipe: recipe.algorithm.combination.advantage in TOKEN_ADVANTAGES,
+    "algorithm.name={recipe.algorithm.name} does not discount, only algorithm.advantage=returns and gae do",
+)
+ESTIMATES = of_recipe(
+    lambda recipe: recipe.algorithm.uses_critic,
+    "algorithm.name={recipe.algorithm.name} estimates no values, only algorithm.advantage=gae does",
+)
+CLIPS = of_loss("ppo", "cispo", "gmpo", "clip_cov", "dppo_tv", "dppo_kl")
+DUAL_CLIPS = of_loss("ppo", "clip_cov")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,23 +252,23 @@ class Algorithm:
 
     name: Name
     prompts_per_step: Sequences
-    samples_per_prompt: Sequences = 1
-    epochs: Repeats = 1
-    minibatches: Repeats = 1
-    advantage: Advantage | None = None
-    advantage_scale: AdvantageScale | None = None
-    policy_loss: LossKind | None = None
-    ratio: Ratio | None = None
-    clip: OpenFraction | None = None
-    clip_high: Positive | None = None
-    dual_clip: AboveOne | None = None
-    loss_agg_mode: Aggregation | None = None
-    entropy_coef: Coefficient = 0.0
-    mask_truncated: bool = False
-    high_entropy_fraction: OpenFraction | None = None
-    gamma: ClosedFraction = 1.0
-    lam: ClosedFraction = 1.0
-    dynamic_sampling: RepeatsOrZero | None = None
+    samples_per_prompt: Sequences = only_if(1, SAMPLES)
+    epochs: Repeats = only_if(1, SAMPLES)
+    minibatches: Repeats = only_if(1, SAMPLES)
+    advantage: Advantage | None = only_if(None, SAMPLES)
+    advantage_scale: AdvantageScale | None = only_if(None, SAMPLES)
+    policy_loss: LossKind | None = only_if(None, SAMPLES)
+    ratio: Ratio | None = only_if(None, SAMPLES)
+    clip: OpenFraction | None = only_if(None, SAMPLES, CLIPS)
+    clip_high: Positive | None = only_if(None, SAMPLES, CLIPS)
+    dual_clip: AboveOne | None = only_if(None, SAMPLES, DUAL_CLIPS)
+    loss_agg_mode: Aggregation | None = only_if(None, SAMPLES)
+    entropy_coef: Coefficient = only_if(0.0, SAMPLES)
+    mask_truncated: bool = only_if(False, SAMPLES)
+    high_entropy_fraction: OpenFraction | None = only_if(None, SAMPLES)
+    gamma: ClosedFraction = only_if(1.0, SAMPLES, DISCOUNTS)
+    lam: ClosedFraction = only_if(1.0, SAMPLES, ESTIMATES)
+    dynamic_sampling: RepeatsOrZero | None = only_if(None, SAMPLES)
     loss: PolicyLoss = PolicyLoss()
     preference: Preference = Preference()
     kl: Kl = Kl(where="none", coef=0.0)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hybrid3d.config.interval import Interval
+from hybrid3d.config.only_if import of_answers, of_own, of_recipe, of_sampling, only_if
 from hybrid3d.config.schema import (
     BatchesInFlight,
     ClosedFraction,
@@ -97,7 +98,7 @@ class Train:
     max_tokens_per_micro_batch: Tokens | None = None
     recompute: Literal["none", "full"] = "none"
     fp8: Literal["none", "tensorwise", "blockwise"] = "none"
-    router_replay: Literal["none", "old", "rollout"] = "none"
+    router_replay: Literal["none", "old", "rollout"] = only_if("none", of_sampling("has no earlier choices"))
     mtp_loss_coef: Coefficient = 0.0
     offload_parameters: bool = False
     offload_gradients: bool = False
@@ -125,6 +126,14 @@ class Agents:
     host: Text = "127.0.0.1"
     port: Port = 8100
     timeout_seconds: Seconds = 60.0
+
+
+TRAINS_ON_SAMPLES = of_sampling("does not sample answers to train on")
+SHARES_RANKS = of_recipe(lambda recipe: not recipe.is_split, "with roles.generation.ranks no rank has both engines")
+HAS_ENVIRONMENT = of_own(
+    lambda rollout: rollout.environment is not None, "without rollout.environment an answer has one turn"
+)
+SLEEPS = of_own(lambda rollout: rollout.sleep, "vLLM keeps its weights as rollout.sleep is false")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,18 +177,18 @@ class Rollout:
     max_model_len: Tokens
     max_new_tokens: Tokens
     temperature: Temperature = 1.0
-    top_p: PositiveFraction = 1.0
-    top_k: TopK = 0
-    min_p: ClosedFraction = 0.0
+    top_p: PositiveFraction = only_if(1.0, TRAINS_ON_SAMPLES)
+    top_k: TopK = only_if(0, TRAINS_ON_SAMPLES)
+    min_p: ClosedFraction = only_if(0.0, TRAINS_ON_SAMPLES)
     stop: tuple[StopText, ...] = ()
     quantization: Literal["fp8"] | None = None
     gpu_memory_utilization: OpenFraction = 0.5
     kv_cache_gib: Gibibytes = 1.0
-    sleep: bool = True
-    keep_weights: bool = False
+    sleep: bool = only_if(True, SHARES_RANKS)
+    keep_weights: bool = only_if(False, SLEEPS)
     pack_weights: bool = True
     environment: Text | None = None
-    max_turns: Repeats = 8
+    max_turns: Repeats = only_if(8, HAS_ENVIRONMENT)
     agents: Agents | None = None
 
     @property
@@ -187,6 +196,11 @@ class Rollout:
         """Return the settings by which samples are of a part of the tokens only."""
         off = {"top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,)}
         return {key: getattr(self, key) for key, values in off.items() if getattr(self, key) not in values}
+
+
+GENERATES_APART = of_own(
+    lambda role: role.ranks is not None, "without roles.generation.ranks the ranks that train also generate"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,8 +217,14 @@ class GenerationRole:
     """
 
     ranks: Ranks | None = None
-    active_ranks: Ranks | None = None
-    max_restarts: RepeatsOrZero = 10
+    active_ranks: Ranks | None = only_if(None, GENERATES_APART)
+    max_restarts: RepeatsOrZero = only_if(10, GENERATES_APART)
+
+
+SCORES_APART = of_own(lambda role: role.ranks is not None, "without roles.reward.ranks no rank only computes rewards")
+HAS_REWARD_MODEL = of_recipe(
+    lambda recipe: recipe.reward.model is not None, "without reward.model there is no model to distribute"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,10 +242,10 @@ class RewardRole:
     """
 
     ranks: Ranks | None = None
-    tp: Ranks = 1
-    pp: Ranks = 1
-    ep: Ranks = 1
-    max_restarts: RepeatsOrZero = 10
+    tp: Ranks = only_if(1, SCORES_APART, HAS_REWARD_MODEL)
+    pp: Ranks = only_if(1, SCORES_APART, HAS_REWARD_MODEL)
+    ep: Ranks = only_if(1, SCORES_APART, HAS_REWARD_MODEL)
+    max_restarts: RepeatsOrZero = only_if(10, SCORES_APART)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,6 +254,13 @@ class RoleRanks:
 
     generation: GenerationRole = GenerationRole()
     reward: RewardRole = RewardRole()
+
+
+GENERATES = of_sampling("does not generate")
+CONTINUES = of_own(
+    lambda ahead: ahead.partial == "continue", "without async.partial=continue no answer goes on over a sync"
+)
+IN_PARTS = of_own(lambda ahead: ahead.partial is not None, "without async.partial a step waits for all of its answers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,11 +280,18 @@ class Async:
             step waits for them, or their prompts are dropped, which favours short answers.
     """
 
-    max_staleness: Staleness = 0
-    partial: Literal["continue", "restart"] | None = None
-    keep_cache: bool = False
-    batches_in_flight: BatchesInFlight = 2
-    late_answers: Literal["wait", "drop"] = "wait"
+    max_staleness: Staleness = only_if(0, GENERATES)
+    partial: Literal["continue", "restart"] | None = only_if(None, GENERATES)
+    keep_cache: bool = only_if(False, CONTINUES)
+    batches_in_flight: BatchesInFlight = only_if(2, IN_PARTS)
+    late_answers: Literal["wait", "drop"] = only_if("wait", IN_PARTS)
+
+
+SYNCS = of_answers("never syncs")
+GENERATES_AFTERWARDS = of_recipe(
+    lambda recipe: not (recipe.is_split and recipe.async_.max_staleness > 0),
+    "with async.max_staleness samples are generated during the update",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,17 +316,20 @@ class Sync:
             `pip install --no-deps -r requirements/nixl.txt`.
     """
 
-    bucket_mib: Mebibytes = 64.0
-    verify: Interval = "never"
-    overlap: bool = True
-    delta: Literal["auto", "always", "never"] = "auto"
-    shared_memory: Literal["auto", "never"] = "auto"
-    transport: Literal["collective", "nixl"] = "collective"
+    bucket_mib: Mebibytes = only_if(64.0, SYNCS)
+    verify: Interval = only_if("never", SYNCS)
+    overlap: bool = only_if(True, SYNCS, GENERATES_AFTERWARDS)
+    delta: Literal["auto", "always", "never"] = only_if("auto", SYNCS)
+    shared_memory: Literal["auto", "never"] = only_if("auto", SYNCS)
+    transport: Literal["collective", "nixl"] = only_if("collective", SYNCS)
 
     @property
     def bucket_bytes(self) -> int:
         """Return the size of a staging buffer in bytes."""
         return int(self.bucket_mib * 2**20)
+
+
+PLACES = of_recipe(lambda recipe: not (recipe.is_split or recipe.rollout is None), "no rank has both engines")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,8 +342,8 @@ class Debug:
         shuffle_rewards: Permute rewards at random within a step: training must not learn from them.
     """
 
-    placement: Literal["overlap", "consecutive"] = "overlap"
-    shuffle_rewards: bool = False
+    placement: Literal["overlap", "consecutive"] = only_if("overlap", PLACES)
+    shuffle_rewards: bool = only_if(False, of_sampling("has no rewards"))
 
 
 @dataclass(frozen=True, kw_only=True)

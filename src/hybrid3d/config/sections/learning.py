@@ -8,6 +8,16 @@ from typing import Annotated, Literal
 
 from hybrid3d.config import schema
 from hybrid3d.config.interval import Interval
+from hybrid3d.config.only_if import (
+    IN_PROCESS,
+    ONLY_IF,
+    of_answers,
+    of_own,
+    of_pairs,
+    of_recipe,
+    of_sampling,
+    only_if,
+)
 from hybrid3d.config.schema import (
     AboveOne,
     ClosedFraction,
@@ -43,6 +53,17 @@ def _is_day(text: str) -> bool:
 Day = Annotated[str, Rule(_is_day, "a day as '2024-07-26', in quotation marks")]
 
 
+READS_PAIRS = of_pairs("reads no preference pairs")
+READS_ANSWERS = of_recipe(
+    lambda recipe: not recipe.algorithm.uses_pairs or bool(recipe.evaluation.data),
+    "algorithm.name={recipe.algorithm.name} takes the chosen answer, data.chosen, as the reference answer",
+)
+HAS_TEMPLATE = of_recipe(
+    lambda recipe: recipe.data.chat_template or (recipe.rollout is not None and recipe.rollout.agents is not None),
+    "without data.chat_template no template writes a date",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Data:
     """Prompts and reference answers. A dotted name selects a column in a struct: `reward_model.ground_truth`.
@@ -70,13 +91,38 @@ class Data:
     train: FilePath
     eval: FilePath
     prompt: Text = "question"
-    answer: Text = "answer"
-    chosen: Text = "chosen"
-    rejected: Text = "rejected"
+    answer: Text = only_if("answer", READS_ANSWERS)
+    chosen: Text = only_if("chosen", READS_PAIRS)
+    rejected: Text = only_if("rejected", READS_PAIRS)
     chat_template: bool = False
     overlong: Literal["error", "drop", "truncate_left"] = "error"
     max_invalid_fraction: ClosedFraction = 0.01
-    date: Day = "2024-07-26"
+    date: Day = only_if("2024-07-26", HAS_TEMPLATE)
+
+
+DIVIDED = ("group_std", "batch_std")  # by what normalized rewards have been divided by already
+SCORED = of_answers("has no answers to score")
+HAS_ADVANTAGES = of_sampling("has no advantages")
+NOT_DIVIDED = of_recipe(
+    lambda recipe: recipe.algorithm.combination.advantage_scale not in DIVIDED,
+    "algorithm.advantage_scale={recipe.algorithm.combination.advantage_scale} divides by the deviation",
+)
+HAS_WORKERS = of_recipe(
+    lambda recipe: (
+        recipe.reward.name not in IN_PROCESS
+        or (recipe.rollout is not None and recipe.rollout.environment not in (None, *IN_PROCESS))
+    ),
+    "reward.name={recipe.reward.name} is computed without worker processes",
+)
+MAY_FAIL = of_recipe(
+    lambda recipe: (
+        recipe.reward.name not in IN_PROCESS
+        or recipe.rollout is None
+        or recipe.rollout.environment is not None
+        or recipe.rollout.agents is not None
+    ),
+    "reward.name={recipe.reward.name} never fails",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,17 +147,23 @@ class Reward:
             by up to 1 (arXiv 2503.14476, eq. 13); 0 disables the penalty.
     """
 
-    name: Text = "gsm8k"
-    model: FilePath | None = None
-    workers: Processes = 2
-    timeout_seconds: Seconds = 10.0
-    default: schema.Reward = 0.0
-    max_failures: ClosedFraction = 1.0
-    min: schema.Reward | None = None
-    max: schema.Reward | None = None
-    whiten: bool = False
-    coef: Coefficient = 1.0
-    overlong_buffer: TokensOrZero = 0
+    name: Text = only_if("gsm8k", SCORED)
+    model: FilePath | None = only_if(None, SCORED)
+    workers: Processes = only_if(2, SCORED, HAS_WORKERS)
+    timeout_seconds: Seconds = only_if(10.0, SCORED, HAS_WORKERS)
+    default: schema.Reward = only_if(0.0, SCORED, MAY_FAIL)
+    max_failures: ClosedFraction = only_if(1.0, SCORED, MAY_FAIL)
+    min: schema.Reward | None = only_if(None, HAS_ADVANTAGES)
+    max: schema.Reward | None = only_if(None, HAS_ADVANTAGES)
+    whiten: bool = only_if(False, HAS_ADVANTAGES, NOT_DIVIDED)
+    coef: Coefficient = only_if(1.0, HAS_ADVANTAGES)
+    overlong_buffer: TokensOrZero = only_if(0, SCORED)
+
+
+DECAYS = of_own(
+    lambda optimizer: optimizer.schedule != "constant",
+    "with {path}.schedule=constant the rate never decays: set linear or cosine",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +190,7 @@ class Optimizer:
     eps: Positive = 1e-8
     warmup_steps: StepsOrZero = 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    min_lr: LearningRate = 0.0
+    min_lr: LearningRate = only_if(0.0, DECAYS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +249,13 @@ class Guard:
     max_interventions: RepeatsOrZero = 3
 
 
+EVALUATES = of_recipe(
+    lambda recipe: recipe.algorithm.generates or recipe.algorithm.uses_pairs,
+    "algorithm.name={recipe.algorithm.name} does not evaluate during training",
+    kind="not_built",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """Length of the run, evaluation, checkpoints, seed and output folder.
@@ -221,15 +280,28 @@ class Run:
     """
 
     steps: Steps
-    eval_every: Steps = 10
+    eval_every: Steps = only_if(10, EVALUATES)
     checkpoint_every: StepsOrZero = 0
     keep_last: StepsOrZero = 0
     async_checkpoints: bool = False
     optimizer_sharding: Literal["auto", "fully_reshardable", "dp_reshardable"] = "auto"
-    record: Interval = "never"
+    record: Interval = only_if("never", of_sampling("has no samples to record"))
     max_restarts: RepeatsOrZero = 0
     seed: Seed = 1
     dir: FilePath = "runs"
+
+
+ANSWERS = of_answers("cannot answer held-out problems")
+SAMPLED = of_own(
+    lambda evaluation: evaluation.temperature != 0,
+    "with evaluation.temperature=0 held-out answers are greedy",
+    "evaluation.temperature",
+)
+SEVERAL = of_own(
+    lambda evaluation: evaluation.samples != 1,
+    "with evaluation.samples=1 there is no pass@k beside the accuracy",
+    "evaluation.samples",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,11 +318,11 @@ class Evaluation:
             `eval/NAME/...`.
     """
 
-    samples: Repeats = 1
-    temperature: TemperatureOrZero = 0.0
-    top_p: PositiveFraction = 1.0
-    k: tuple[Repeats, ...] = ()
-    data: dict[str, FilePath] = field(default_factory=dict, hash=False)
+    samples: Repeats = only_if(1, ANSWERS)
+    temperature: TemperatureOrZero = only_if(0.0, ANSWERS)
+    top_p: PositiveFraction = only_if(1.0, ANSWERS, SAMPLED)
+    k: tuple[Repeats, ...] = only_if((), ANSWERS, SEVERAL)
+    data: dict[str, FilePath] = field(default_factory=dict, hash=False, metadata={ONLY_IF: (ANSWERS,)})
 
     @property
     def ks(self) -> tuple[int, ...]:

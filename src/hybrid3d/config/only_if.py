@@ -1,0 +1,126 @@
+"""Conditions under which settings have an effect. They stand at the settings; a setting without an effect is refused.
+
+So users do not rely on what is not read. A setting at its default is never refused, because a resolved recipe lists all
+settings. Neither is one that a step of the recipe's schedule makes effective.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Set
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from hybrid3d.config.messages import join_keys
+from hybrid3d.config.refusals import Kind, Refusal
+from hybrid3d.config.schema import key_of
+
+if TYPE_CHECKING:
+    from hybrid3d.config.recipe import Recipe
+
+T = TypeVar("T")
+
+ONLY_IF = "only if"
+"""Metadata key of a field: its conditions, of which the first that is not met is told."""
+
+# Rewards and environments that are computed in the rank's own process, without workers that could fail: see `REWARDS`
+# and `ENVIRONMENTS` in scoring/
+IN_PROCESS = {"gsm8k", "calculator"}
+
+
+@dataclass(frozen=True)
+class OnlyIf:
+    """A condition under which a setting has an effect.
+
+    Attributes:
+        is_met: of a recipe and the setting's section.
+        otherwise: why the setting has no effect; `{recipe}`, `{own}`, its section, and `{path}`, the name of
+            this, are filled in.
+        decided_by: settings that decide on it, and that a schedule may change.
+        kind: why it has none.
+    """
+
+    is_met: Callable[[Recipe, Any], bool]
+    otherwise: str
+    decided_by: tuple[str, ...] = ()
+    kind: Kind = "definition"
+
+
+def only_if(default: T, *conditions: OnlyIf) -> T:
+    """Return the field of a setting with a default, and the conditions under which it has an effect."""
+    return dataclasses.field(default=default, metadata={ONLY_IF: conditions})
+
+
+def of_own(is_met: Callable[[Any], bool], otherwise: str, *decided_by: str) -> OnlyIf:
+    """Return a condition that the setting's own section decides on."""
+    return OnlyIf(lambda _, own: is_met(own), otherwise, decided_by)
+
+
+def of_recipe(is_met: Callable[[Recipe], bool], otherwise: str, kind: Kind = "definition") -> OnlyIf:
+    """Return a condition that other sections decide on."""
+    return OnlyIf(lambda recipe, _: is_met(recipe), otherwise, kind=kind)
+
+
+def of_sampling(what: str) -> OnlyIf:
+    """Return the condition that training samples answers; `sft` and `dpo` are told `what` they do instead."""
+    return of_recipe(lambda recipe: recipe.algorithm.generates, f"algorithm.name={{recipe.algorithm.name}} {what}")
+
+
+def of_answers(what: str) -> OnlyIf:
+    """Return the condition that a run answers problems, at least held-out ones."""
+    return of_recipe(
+        lambda recipe: recipe.algorithm.generates or recipe.rollout is not None,
+        f"algorithm.name={{recipe.algorithm.name}} without `rollout` {what}",
+    )
+
+
+def of_pairs(what: str) -> OnlyIf:
+    """Return the condition that training is on preference pairs."""
+    return of_recipe(lambda recipe: recipe.algorithm.uses_pairs, f"algorithm.name={{recipe.algorithm.name}} {what}")
+
+
+def of_loss(*kinds: str) -> OnlyIf:
+    """Return the condition that the policy loss is one of these."""
+    return of_recipe(
+        lambda recipe: recipe.algorithm.generates and recipe.algorithm.combination.policy_loss in kinds,
+        "algorithm.policy_loss={recipe.algorithm.combination.policy_loss} does not use it",
+    )
+
+
+def unused_settings(recipe: Recipe) -> Iterator[Refusal]:
+    """Yield a record of each setting that is not at its default and has no effect."""
+    scheduled = {key for settings in recipe.schedule.values() for key in settings}
+    yield from _unused_in(recipe, recipe, None, "", scheduled)
+
+
+def _unused_in(recipe: Recipe, own: Any, defaults: Any, path: str, scheduled: Set[str]) -> Iterator[Refusal]:
+    """Yield those of a section; `defaults` is the section where a recipe leaves it out, None if it may not."""
+    for field in dataclasses.fields(own):
+        key, value = join_keys(path, key_of(field.name)), getattr(own, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _unused_in(recipe, value, field.default, key, scheduled)
+        for condition in field.metadata.get(ONLY_IF, ()):
+            if scheduled.isdisjoint(condition.decided_by) and not condition.is_met(recipe, own):
+                usual = _default(field, defaults)
+                if value != usual:
+                    why = condition.otherwise.format(recipe=recipe, own=own, path=path)
+                    problem = f"{key}={_as_yaml(value)} has no effect: {why}"
+                    message = f"{problem}: leave it out, or set it to {_as_yaml(usual)}"
+                    yield Refusal((key,), condition.kind, message)
+                break
+
+
+def _default(field: dataclasses.Field[Any], defaults: Any) -> object:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return getattr(defaults, field.name) if field.default is dataclasses.MISSING else field.default
+
+
+def _as_yaml(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_as_yaml, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_as_yaml(one)}' for key, one in value.items())}}}"
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
