@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from gpu.comparisons import compare, in_both
+from gpu.comparisons import TOLERANCE, compare, in_both
 from hybrid3d.certify.tiny_models import CONFIGS, _values, split_mix
 
 pytestmark = pytest.mark.engines
-
-FLOAT32, BFLOAT16 = (1e-4, 1e-3), (2e-2, 5e-2)  # of losses and of gradient norms
 
 
 def test_latent_attention_has_the_head_sizes_of_deepseek() -> None:
@@ -32,12 +30,12 @@ def test_weights_are_the_same_everywhere() -> None:
 def test_numbers_are_compared_within_a_tolerance_for_each_dtype() -> None:
     stored = {"loss": [2.0, 1.0], "grad_norm": [5.0, 4.0]}
     near = {"loss": [2.0001, 1.0], "grad_norm": [5.004, 4.0]}
-    compare(near, stored, FLOAT32, "case")
-    compare({"loss": [2.03, 1.0], "grad_norm": [5.2, 4.0]}, stored, BFLOAT16, "case")
+    compare(near, stored, TOLERANCE["float32"], "case")
+    compare({"loss": [2.03, 1.0], "grad_norm": [5.2, 4.0]}, stored, TOLERANCE["bfloat16"], "case")
     with pytest.raises(AssertionError, match=r"case: loss of step 1 is 1\.01, on a CPU 1: they differ by 1\.0e-02"):
-        compare(stored | {"loss": [2.0, 1.01]}, stored, FLOAT32, "case")
+        compare(stored | {"loss": [2.0, 1.01]}, stored, TOLERANCE["float32"], "case")
     with pytest.raises(AssertionError, match="grad_norm of step 0 is nan"):
-        compare(stored | {"grad_norm": [float("nan"), 4.0]}, stored, BFLOAT16, "case")
+        compare(stored | {"grad_norm": [float("nan"), 4.0]}, stored, TOLERANCE["bfloat16"], "case")
 
 
 def test_time_that_is_in_both_of_two_sets_of_intervals() -> None:

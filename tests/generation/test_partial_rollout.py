@@ -230,12 +230,26 @@ def test_prompts_that_teach_nothing_are_replaced_in_parts_too(alone: dist.Proces
         assert trained(batches[0]) == [1, 2, 7, 8]
         assert set(rewards) == {*range(1, 13)}
     else:
-        assert trained(batches[0]) == [7, 8, 0, 9]
-        assert set(rewards) == {*range(14)}
+        assert trained(batches[0]) == [7, 8, 9, 10]  # without waiting for prompt 0
+        assert set(rewards) == {*range(1, 15)}
     assert [batch.zero_variance_groups for batch in batches] == [6, 0]
     left = {place[0] * PROMPTS + place[1] for place in batches[1].unfinished or ()}
     assert left.isdisjoint(rewards)
     assert left | set(rewards) == {*range(PROMPTS * sum(batch.batches for batch in batches))}  # none is lost
+
+
+def test_replaced_prompts_are_not_waited_for_longer_than_others(alone: dist.ProcessGroup) -> None:
+    """The answers to prompt 1 have equal rewards, and prompt 0 is trained in time in the next step."""
+    rewards: Counter[int] = Counter()
+
+    def reward(query: Query) -> float:
+        rewards[int(query.prompt)] += 1
+        return float(query.prompt != "1" and rewards[int(query.prompt)] % 2)
+
+    recipe = recipe_of("algorithm.dynamic_sampling=2", "async.max_staleness=1")
+    batches, engine = run(recipe, lambda prompt, answer: 5 if prompt else 40, 1, alone, reward)
+    assert trained(batches[0]) == [2, 3, 4, 5]
+    assert engine.steps == 5
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -244,30 +258,42 @@ def test_prompts_that_teach_nothing_are_replaced_in_parts_too(alone: dist.Proces
     bound=st.integers(1, 4),
     most=st.integers(2, 5),
     partial=st.sampled_from(["continue", "restart"]),
+    extra=st.sampled_from([0, 0, 1, 3]),
 )
 def test_partial_rollout_keeps_the_age_bound_and_loses_no_prompt(
-    alone: dist.ProcessGroup, seed: int, bound: int, most: int, partial: str
+    alone: dist.ProcessGroup, seed: int, bound: int, most: int, partial: str, extra: int
 ) -> None:
+    """With dynamic sampling too: each prompt that was drawn is scored once, or not complete after the last step."""
     draw, steps = random.Random(seed), 12
     lengths: dict[tuple[int, int], int] = {}
     in_flight = min(most, bound + 1)
     more = [f"async.max_staleness={bound}", f"async.batches_in_flight={in_flight}", f"async.partial={partial}"]
-    recipe = recipe_of(*more, f"run.steps={steps - 1}")
+    recipe = recipe_of(*more, f"run.steps={steps - 1}", f"algorithm.dynamic_sampling={extra}")
+    scored: Counter[int] = Counter()
+
+    def reward(query: Query) -> float:
+        scored[int(query.prompt)] += 1
+        return float(extra and int(query.prompt) % 5 > 1 and scored[int(query.prompt)] % 2)
 
     def length(prompt: int, answer: int) -> int:
         return lengths.setdefault((prompt, answer), min(60, int(draw.lognormvariate(1.5, 1)) + 1))
 
-    batches, _ = run(recipe, length, steps, alone)
+    batches, _ = run(recipe, length, steps, alone, reward)
     for step, batch in enumerate(batches):
         assert len(batch.samples) == PROMPTS * ANSWERS
         for sample in batch.samples:
             assert step - bound <= min(sample.versions)
             assert max(sample.versions) <= step
             assert [100 + version for version in sample.versions[:-1]] == list(sample.tokens[:-1])
+        assert partial == "restart" or batch.dropped_tokens == 0
+    left = [number * PROMPTS + i for number, i in batches[-1].unfinished or ()]
+    assert scored == dict.fromkeys(scored, ANSWERS)
+    assert sorted([*scored, *left]) == [*range(PROMPTS * sum(batch.batches for batch in batches))]
     counts = Counter(int(sample.prompt) for batch in batches for sample in batch.samples)
-    assert counts == dict.fromkeys(range(steps * PROMPTS), ANSWERS)
-    assert batches[-1].unfinished == []
-    assert sum(batch.batches for batch in batches) == steps
+    assert counts == dict.fromkeys(counts, ANSWERS)
+    if not extra:
+        assert set(counts) == set(range(steps * PROMPTS))
+        assert (left, sum(batch.batches for batch in batches)) == ([], steps)
 
 
 def test_resumed_run_draws_the_unfinished_prompts_again(alone: dist.ProcessGroup) -> None:

@@ -16,10 +16,9 @@ pytestmark = pytest.mark.limit(60)
 
 
 @pytest.mark.variables(GPU_CASE="set", HF_HUB_OFFLINE=None)
-@pytest.mark.parametrize("value", [7])
-def test_passes(record: Record, device: str, value: int) -> None:
+def test_passes(record: Record, device: str) -> None:
     offline, variable = os.environ.get("HF_HUB_OFFLINE"), os.environ.get("GPU_CASE")
-    record(device=device, value=value, variable=variable, offline=offline, folder=os.getcwd())
+    record(device=device, variable=variable, offline=offline, folder=os.getcwd())
 
 
 def test_fails(record: Record) -> None:

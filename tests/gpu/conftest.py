@@ -2,7 +2,7 @@
 
     make gpu-check ARGS="--only NAME --json OUT"
 
-A check is a test whose name without `test_` is that of the check. What it measures is in its `record`.
+What a check measures is in its `record`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 
 from gpu.record import Record
+from hybrid3d.cli.terminal import why_unwritable
 from hybrid3d.doctor.machine import Machine, in_subprocess
 from hybrid3d.process import kill_descendants_on_exit
 
@@ -48,20 +49,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     out = config.getoption("--json")
-    if out is not None and not out.absolute().parent.is_dir():
-        raise pytest.UsageError(f"--json {out}: name a file in a folder that exists")
+    problem = "" if out is None else why_unwritable(out)
+    if problem:
+        raise pytest.UsageError(f"--json {out} ({problem}): name a file in a folder that exists")
     own = config.getoption("--own-process")
     config.pluginmanager.register(Checks(config) if own is None else OwnProcess(Record(own)))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the checks that were asked for, those with vLLM, which takes long to start, last."""
+    """Keep the checks that were asked for."""
     checks, only = {name_of(item): item for item in items}, config.getoption("--only")
     unknown = [name for name in only if name not in checks]
     if unknown:
         raise pytest.UsageError(f"--only {unknown[0]}: there is no such check; there are {', '.join(checks)}")
-    items[:] = [item for name, item in checks.items() if not only or name in only]
-    items.sort(key=lambda item: "vllm" in needs_of(item))
+    items[:] = [item for item in items if not only or name_of(item) in only]
 
 
 @pytest.fixture
@@ -76,12 +77,13 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 def name_of(item: pytest.Item) -> str:
-    """Return the name of a check: `train_dense` of `test_train[dense]`."""
-    return item.name.removeprefix("test_").replace("[", "_").removesuffix("]")
+    """Return the name of a check: `overlap` of `test_gpu[overlap]`, or of `test_overlap`."""
+    callspec = getattr(item, "callspec", None)
+    return item.name.removeprefix("test_") if callspec is None else str(callspec.id)
 
 
 def needs_of(item: pytest.Item) -> list[str]:
-    """Return what a check needs, the closest mark last."""
+    """Return what a check needs."""
     return [need for mark in item.iter_markers("needs") for need in mark.args]
 
 
@@ -201,7 +203,7 @@ def run_check(item: pytest.Item, device: str, environment: Mapping[str, str], se
         work.mkdir()
         file.touch()
         command = [sys.executable, "-m", "pytest", "-c", str(item.config.inipath), "-s", f"{item.path}::{item.name}"]
-        changes = {key: value for mark in item.iter_markers("variables") for key, value in mark.kwargs.items()}
+        (changes,) = [mark.kwargs for mark in item.iter_markers("variables")] or [{}]
         variables = {key: value for key, value in {**environment, **changes}.items() if value is not None}
         with log.open("wb") as output:
             process = subprocess.Popen(

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from gpu.test_engines import ANSWER, recipe_of_rank
+from gpu.engines import ANSWER, recipe_of_rank
 from hybrid3d import distributed
 from hybrid3d.certify.tiny_models import CONFIGS
 from hybrid3d.config import Train

@@ -34,7 +34,7 @@ def recipe_for(
 ) -> Recipe:
     """Return the recipe of a run on one rank; `train` has keys of its section."""
     return Recipe(
-        name="doctor",
+        name="gpu",
         model=Model(path=str(folder), dtype=dtype),
         train=Train(**{"micro_batch_size": MICRO_BATCH} | train),
         rollout=rollout,

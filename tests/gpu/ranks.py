@@ -26,7 +26,7 @@ def run_on_ranks(count: int, function: str, **arguments: Any) -> dict[str, Any]:
     Raises:
         AssertionError: it failed on a rank; the message is that of the rank that failed first.
     """
-    run = f"doctor-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    run = f"gpu-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     with tempfile.TemporaryDirectory() as folder, shared_memory_cleanup(run):
         command = [sys.executable, "-m", "gpu.ranks", function, json.dumps(arguments), folder]
         variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), RUN: run}

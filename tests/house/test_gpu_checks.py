@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import signal
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from gpu.table import CHECKS
 from hybrid3d.doctor import machine
 from hybrid3d.doctor.machine import NEEDS, Machine
 from run_ranks import environment
@@ -22,31 +22,6 @@ from test_readme import exists, help_of, make_targets, paths, subcommands
 ROOT = Path(__file__).resolve().parents[2]
 GPU = ROOT / "tests" / "gpu"
 TOTAL_SECONDS = 1200
-
-
-def checks() -> dict[str, dict[str, Any]]:
-    """The marks of each check, by its name, without importing what they check."""
-    found: dict[str, dict[str, Any]] = {}
-    for path in sorted(GPU.glob("test_*.py")):
-        tree = ast.parse(path.read_text())
-        constants = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
-        for node in tree.body:
-            if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test_"):
-                continue
-            marks = {one.func.attr: one for one in node.decorator_list}
-            cases: list[str] = [""]
-            if "parametrize" in marks:
-                values = marks["parametrize"].args[1]
-                values = constants[values.id] if isinstance(values, ast.Name) else values
-                cases = [f"_{case}" for case in ast.literal_eval(values)]
-            needs = [arg.value for arg in marks["needs"].args] if "needs" in marks else []
-            limit = ast.literal_eval(marks["limit"].args[0])
-            of_check = {"limit": limit, "needs": needs}
-            found |= {node.name.removeprefix("test_") + case: of_check for case in cases}
-    return found
-
-
-LIMITS = checks()
 
 
 def start(*arguments: str, folder: Path) -> subprocess.Popen[str]:
@@ -76,13 +51,13 @@ def only(*names: str) -> list[str]:
 
 @pytest.mark.processes
 def test_gpu_check_is_a_process_with_numbers_and_reasons(tmp_path: Path) -> None:
-    names = ("passes_7", "fails", "raises", "crashes", "finds_nothing", "needs", "hangs", "last")
+    names = ("passes", "fails", "raises", "crashes", "finds_nothing", "needs", "hangs", "last")
     code, found, report = ended(start(*only(*names), "--json", "out.json", folder=tmp_path))
     assert code == 1
     assert list(found) == [*names]
     assert json.loads((tmp_path / "out.json").read_text()) == report
-    passed = found["passes_7"]
-    numbers = {"device": "cpu", "value": 7, "variable": "set", "offline": None}
+    passed = found["passes"]
+    numbers = {"device": "cpu", "variable": "set", "offline": None}
     assert passed == passed | {"status": "passed"}
     assert passed["numbers"] == numbers | {"folder": passed["numbers"]["folder"]}
     assert not Path(passed["numbers"]["folder"]).exists()
@@ -117,7 +92,7 @@ def test_total_limit_ends_running_check_and_skips_the_rest(tmp_path: Path) -> No
 
 @pytest.mark.processes
 def test_signal_ends_the_check_that_runs_and_reports_the_rest(tmp_path: Path) -> None:
-    process = start(*only("passes_7", "waits", "last"), "--json", "out.json", folder=tmp_path)
+    process = start(*only("passes", "waits", "last"), "--json", "out.json", folder=tmp_path)
     deadline = time.monotonic() + 120
     while not (tmp_path / "out.json").exists():  # the first has ended
         assert time.monotonic() < deadline
@@ -130,7 +105,7 @@ def test_signal_ends_the_check_that_runs_and_reports_the_rest(tmp_path: Path) ->
     assert found["last"]["reason"] == "not run: the run was ended by SIGTERM"
 
 
-def test_what_is_missing_is_named() -> None:
+def test_missing_needs_are_named() -> None:
     nothing = Machine(gpus=[], present=["megatron"], versions={})
     assert nothing.missing(["megatron"]) is None
     assert nothing.missing(["cuda", "vllm", "cumem", "transformer_engine", "apex", "2 gpus", "megatron"]) == (
@@ -152,21 +127,21 @@ def test_package_counts_only_with_its_modules(tmp_path: Path, monkeypatch: pytes
 
 
 def test_gpu_checks_need_what_can_be_found_out() -> None:
-    assert len(LIMITS) > 30
-    assert {need for check in LIMITS.values() for need in check["needs"]} <= set(NEEDS)
+    assert len({check.name for check in CHECKS}) == len(CHECKS) > 30
+    assert {need for check in CHECKS for need in check.needs} <= set(NEEDS)
 
 
 def test_gpu_checks_take_twenty_minutes_at_most_on_one_gpu() -> None:
     """Every limit reached, and no vLLM, Transformer Engine, Apex or second GPU."""
     others = {"vllm", "transformer_engine", "apex", "2 gpus"}
-    assert sum(one["limit"] for one in LIMITS.values() if not others & set(one["needs"])) <= TOTAL_SECONDS
+    assert sum(check.seconds for check in CHECKS if not others & set(check.needs)) <= TOTAL_SECONDS
 
 
 @pytest.mark.processes
 def test_mistakes_on_the_command_line_of_gpu_checks(tmp_path: Path) -> None:
     for arguments, message in (
-        ([*only("nvlink")], "--only nvlink: there is no such check; there are passes_7, fails"),
-        ([*only("last"), "--json", "no/out.json"], "--json no/out.json: name a file in a folder that exists"),
+        ([*only("nvlink")], "--only nvlink: there is no such check; there are passes, fails"),
+        ([*only("last"), "--json", "no/out.json"], "--json no/out.json (there is no folder no): name a file"),
     ):
         process = start(*arguments, folder=tmp_path)
         _, said = process.communicate(timeout=60)
@@ -179,7 +154,7 @@ def test_gpu_page_names_every_check_and_every_unrun_file() -> None:
     before, _, rows = page.partition("## What crosses each row off")
     checks, _, table = before.partition("## What has not run")
     first_columns = " ".join(line.split("|")[1] for line in checks.splitlines() if line.startswith("| `"))
-    assert sorted(re.findall(r"`(\w+)`", first_columns)) == sorted(LIMITS)
+    assert sorted(re.findall(r"`(\w+)`", first_columns)) == sorted(check.name for check in CHECKS)
     wheres = " ".join(line.split(" | ")[-1] for line in table.splitlines() if line.startswith("| "))
     not_run = set(re.findall(r"`([\w/]+(?:\.py|/)|Dockerfile)`", wheres))
     assert len(not_run) > 15
@@ -214,31 +189,37 @@ def test_gpu_checks_that_can_pass_on_a_cpu_pass(tmp_path: Path) -> None:
     skipped = {name: one["reason"] for name, one in found.items() if one["status"] == "skipped"}
     assert set(skipped) == NEEDS_A_GPU
     assert all(reason.startswith("needs CUDA") for reason in skipped.values())
-    assert sorted(found) == sorted(LIMITS)
+    assert list(found) == [check.name for check in CHECKS]
 
 
 @pytest.mark.engines
 @pytest.mark.processes
-def test_gpu_checks_without_vllm_run_or_name_what_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where only torch and Megatron are installed: of vLLM's and our dependencies some cannot be imported."""
+@pytest.mark.parametrize("absent", [("vllm",), ("vllm", "megatron")], ids=" and ".join)
+def test_gpu_checks_without_engines_run_or_name_what_they_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, absent: tuple[str, ...]
+) -> None:
+    """As where only torch is installed, or torch and Megatron: some of our dependencies cannot be imported either."""
+    hidden = (*absent, "pyarrow", "matplotlib", "ray", "psutil", "xdist")
     (tmp_path / "sitecustomize.py").write_text(
         "import sys, importlib.machinery as machinery\n"
         "find = machinery.PathFinder.find_spec.__func__\n"
         "def hidden(cls, name, path=None, target=None):\n"
-        "    if name.partition('.')[0] not in ('vllm', 'pyarrow', 'matplotlib', 'ray', 'psutil', 'xdist'):\n"
+        f"    if name.partition('.')[0] not in {hidden}:\n"
         "        return find(cls, name, path, target)\n"
         "machinery.PathFinder.find_spec = classmethod(hidden)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    names = ["executors", "local_copies", "first_checkpoint", "overlap", "live_dense", "bench", "out_of_memory"]
+    of_megatron = ["executors", "local_copies", "first_checkpoint", "overlap"]
+    names = ["versions", *of_megatron, "out_of_memory", "bench", "live_dense"]
     _, found, report = ended(start(str(GPU), *(word for name in names for word in ("--only", name)), folder=tmp_path))
+    needs = dict.fromkeys(of_megatron, ("skipped", "needs megatron-core") if "megatron" in absent else ("passed", None))
+    engines = "megatron-core, vllm" if "megatron" in absent else "vllm"
+    cuda = "CUDA, megatron-core" if "megatron" in absent else "CUDA"
     assert {name: (one["status"], one.get("reason")) for name, one in found.items()} == {
-        "executors": ("passed", None),
-        "local_copies": ("passed", None),
-        "first_checkpoint": ("passed", None),
-        "overlap": ("passed", None),
-        "live_dense": ("skipped", "needs vllm"),
-        "bench": ("skipped", "needs vllm"),
-        "out_of_memory": ("skipped", "needs CUDA"),
+        "versions": ("passed", None),
+        **needs,
+        "out_of_memory": ("skipped", f"needs {cuda}"),
+        "bench": ("skipped", f"needs {engines}"),
+        "live_dense": ("skipped", f"needs {engines}"),
     }, report

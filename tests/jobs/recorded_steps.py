@@ -66,7 +66,7 @@ class MadeUpSamples:
     def begin_update(self, step: int, recipe: Recipe) -> None:
         pass
 
-    def end_update(self, recipe: Recipe, busy: float) -> StepMetrics:
+    def end_update(self, recipe: Recipe) -> StepMetrics:
         return StepMetrics()
 
     def restore(self, progress: Progress) -> None:

@@ -145,7 +145,7 @@ def test_agents_make_answers_ahead_on_ranks_of_their_own(demo: Path, tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.parametrize("partial", ["continue", "continue,keep_cache", "restart"])
-def test_no_step_waits_for_its_longest_sessions(demo: Path, tmp_path: Path, partial: str) -> None:
+def test_steps_do_not_wait_for_their_longest_sessions(demo: Path, tmp_path: Path, partial: str) -> None:
     """Whatever is trained was given to an agent, token by token; restarted sessions end for their agents."""
     work, (kind, *kept) = prepare_chats(tmp_path, demo), partial.split(",")
     train(

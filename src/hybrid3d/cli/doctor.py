@@ -6,9 +6,9 @@ import argparse
 import functools
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING
 
 from hybrid3d import launch_environment
 from hybrid3d.cli.starting import run_as_rank
@@ -18,9 +18,10 @@ from hybrid3d.errors import UserMistake
 from hybrid3d.launch_environment import CHECKED
 from hybrid3d.run.folder import RunFolder
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from hybrid3d.doctor.page import Examination
 
-STDOUT = ""  # the value of --json without a file
+STDOUT = ""  # the value of --json without a word after it
 
 
 def add_parser(commands: Commands) -> None:
@@ -37,9 +38,9 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     recipe = _read_recipe(options)
     if launch_environment.under_launcher():
         return _examine_as_rank(recipe, options)
-    from hybrid3d.doctor.page import EXAMINATIONS, can_start, examine, format_json, format_page
+    from hybrid3d.doctor.page import can_start, examine, format_json, format_page
 
-    selected = _selected(options.only, {one.subject: one for one in EXAMINATIONS})
+    selected = _selected(options.only)
     console = make_console()
     with make_console(stderr=True).status("") as status:
         subjects = list(examine(recipe, selected, status.update))
@@ -51,16 +52,19 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     return DONE if can_start(subjects) else FAILED
 
 
-def _selected(only: Sequence[str], checks: Mapping[str, T]) -> list[T]:
-    """Return the checks of these names, in the order of the checks; all of them if there are no names."""
-    unknown = [name for name in only if name not in checks]
+def _selected(only: Sequence[str]) -> list[Examination]:
+    """Return the examinations of these subjects, in their order; all of them if there are no names."""
+    from hybrid3d.doctor.page import EXAMINATIONS
+
+    subjects = [one.subject for one in EXAMINATIONS]
+    unknown = [name for name in only if name not in subjects]
     if unknown:
-        raise UserMistake(f"--only {unknown[0]}: there is no such check; there are {', '.join(checks)}")
-    return [check for name, check in checks.items() if not only or name in only]
+        raise UserMistake(f"--only {unknown[0]}: there is no such check; there are {', '.join(subjects)}")
+    return [one for one in EXAMINATIONS if not only or one.subject in only]
 
 
 def _read_recipe(options: argparse.Namespace) -> Recipe | None:
-    """Return the recipe; as for other commands, it and its settings may follow --json, which takes no file here."""
+    """Return the recipe; it and its settings may follow --json, as they may for other commands."""
     words = [word for word in (options.recipe, *options.overrides, options.json) if word]
     files = [word for word in words if "=" not in word]
     settings = [word for word in words if "=" in word]
@@ -84,9 +88,8 @@ def _examine_as_rank(recipe: Recipe | None, options: argparse.Namespace) -> int:
         folder = RunFolder.for_recipe(recipe)
         return run_as_rank(recipe, folder, functools.partial(measure_groups, recipe, folder))
     from hybrid3d.doctor.nodes import NodesExamination
-    from hybrid3d.doctor.page import EXAMINATIONS
 
-    selected = _selected(options.only, {one.subject: one for one in EXAMINATIONS})
+    selected = _selected(options.only)
     nodes = NodesExamination(recipe, selected, options.json is not None)
     folder = RunFolder(Path(tempfile.gettempdir()) / f"hybrid3d-doctor-{launch_environment.run_id()}")
     code = run_as_rank(recipe, folder, functools.partial(nodes.run, folder))

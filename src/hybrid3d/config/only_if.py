@@ -1,7 +1,8 @@
 """Conditions under which settings have an effect. They stand at the settings; a setting without an effect is refused.
 
 So users do not rely on what is not read. A setting at its default is never refused, because a resolved recipe lists all
-settings. Neither is one that a step of the recipe's schedule makes effective.
+settings. Neither is one that a step of the recipe's schedule makes effective. The recipe is not imported: it has the
+sections, which have the conditions.
 """
 
 from __future__ import annotations
@@ -9,14 +10,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from hybrid3d.config.messages import join_keys
 from hybrid3d.config.refusals import Kind, Refusal
 from hybrid3d.config.schema import key_of
-
-if TYPE_CHECKING:
-    from hybrid3d.config.recipe import Recipe
 
 T = TypeVar("T")
 
@@ -40,7 +38,7 @@ class OnlyIf:
         kind: why it has none.
     """
 
-    is_met: Callable[[Recipe, Any], bool]
+    is_met: Callable[[Any, Any], bool]
     otherwise: str
     decided_by: tuple[str, ...] = ()
     kind: Kind = "definition"
@@ -56,7 +54,7 @@ def of_own(is_met: Callable[[Any], bool], otherwise: str, *decided_by: str) -> O
     return OnlyIf(lambda _, own: is_met(own), otherwise, decided_by)
 
 
-def of_recipe(is_met: Callable[[Recipe], bool], otherwise: str, kind: Kind = "definition") -> OnlyIf:
+def of_recipe(is_met: Callable[[Any], bool], otherwise: str, kind: Kind = "definition") -> OnlyIf:
     """Return a condition that other sections decide on."""
     return OnlyIf(lambda recipe, _: is_met(recipe), otherwise, kind=kind)
 
@@ -87,13 +85,13 @@ def of_loss(*kinds: str) -> OnlyIf:
     )
 
 
-def unused_settings(recipe: Recipe) -> Iterator[Refusal]:
-    """Yield a record of each setting that is not at its default and has no effect."""
+def unused_settings(recipe: Any) -> Iterator[Refusal]:
+    """Yield a record of each setting of a recipe that is not at its default and has no effect."""
     scheduled = {key for settings in recipe.schedule.values() for key in settings}
     yield from _unused_in(recipe, recipe, None, "", scheduled)
 
 
-def _unused_in(recipe: Recipe, own: Any, defaults: Any, path: str, scheduled: Set[str]) -> Iterator[Refusal]:
+def _unused_in(recipe: Any, own: Any, defaults: Any, path: str, scheduled: Set[str]) -> Iterator[Refusal]:
     """Yield those of a section; `defaults` is the section where a recipe leaves it out, None if it may not."""
     for field in dataclasses.fields(own):
         key, value = join_keys(path, key_of(field.name)), getattr(own, field.name)

@@ -270,18 +270,13 @@ def read_section(kind: type[T], raw: object, path: str, problems: list[str]) -> 
     for field in dataclasses.fields(cast(Any, kind)):
         key, hint = key_of(field.name), hints[field.name]
         key_path = join_keys(path, key)
+        has_default = (field.default, field.default_factory) != (dataclasses.MISSING, dataclasses.MISSING)
+        other, unless = field.metadata.get(REQUIRED_UNLESS, ("", None))
         if key in raw:
             values[field.name] = _read(hint, raw[key], key_path, problems)
-        elif (
-            REQUIRED_UNLESS in field.metadata
-            and raw.get(field.metadata[REQUIRED_UNLESS][0]) != field.metadata[REQUIRED_UNLESS][1]
-        ):
-            problems.append(f"{key_path}: missing, expected {describe_type(hint)}")
-        elif field.default_factory is not dataclasses.MISSING:
-            continue
-        elif field.default is dataclasses.MISSING and section_type(hint):
+        elif not has_default and section_type(hint):
             values[field.name] = _read(hint, {}, key_path, problems)  # reports each key that is missing in it
-        elif field.default is dataclasses.MISSING:
+        elif not has_default or raw.get(other) != unless:
             problems.append(f"{key_path}: missing, expected {describe_type(hint)}")
     return kind(**values) if len(problems) == before else None
 

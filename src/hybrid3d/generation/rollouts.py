@@ -236,9 +236,8 @@ class PartialRollouts(Rollouts):
         self._drawn: int | None = None  # the number of batches of prompts that were drawn
         self._reported = 0  # the number of them that were reported
         self._dropped_tokens = 0  # since the last report
-        # Of the step, which goes on after all replicas were lost; those that were taken are not scored yet
-        self._selection: Selection | None = None
-        self._taken: list[Answers] = []
+        self._selection: Selection | None = None  # of a step, which goes on after all replicas were lost
+        self._taken: list[Answers] = []  # those of its answers that are not scored yet
 
     def restore(self, unfinished: Sequence[Place]) -> None:
         """Draw the prompts again whose answers were not complete, or not trained, when the checkpoint was written."""
@@ -256,7 +255,8 @@ class PartialRollouts(Rollouts):
         self._selection = selection
         while self._taken or selection.missing:
             if not self._taken:
-                self._fill(version, most, selection.missing, recipe)
+                # What is missing later takes no more prompts than it needs: the next steps could not train them in time
+                self._fill(version, 1 if selection.prompts else most, selection.missing, recipe)
                 shares = shares_of(available(self._replicas), range(selection.missing))
                 wanted = {number: len(share) for number, share in shares.items()}
                 self._taken = self._advance(version, wanted, recipe)

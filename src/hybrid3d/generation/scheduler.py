@@ -184,7 +184,7 @@ class Prompts(Generic[T]):
         self._continuation, self._settings = continuation, settings
         self._groups: list[PromptGroup[T]] = []
         self._unfinished: list[T] = []
-        self._wanted, self._version = 0, 0
+        self._wanted = self._share = self._version = 0
         self._stop: Stop = None
         self._dropped_tokens = 0
         self._taken: list[PromptGroup[T]] = []
@@ -196,6 +196,8 @@ class Prompts(Generic[T]):
         cancelled = self._restart_before(version)
         for prompt in prompts:
             self._groups.append(PromptGroup(prompt.place, prompt.version, [*self._continuation.open(prompt)]))
+        # What is missing of a step is asked for again with its version: the first call of one has the whole share
+        self._share = max(wanted or 0, self._share if version == self._version else 0)
         self._wanted, self._version, self._stop = len(self._groups) if wanted is None else wanted, version, stop
         self._unfinished = [talk for group in self._groups for talk in group.talks if not talk.done]
         news = self._continuation.begin(self._unfinished, sampling)
@@ -271,7 +273,7 @@ class Prompts(Generic[T]):
         rest = [*done[wanted:], *(group for group in self._groups if not group.done)]
         # For each number of following steps: the prompts that must be trained within them must fit in their batches
         return all(
-            sum(group.version + staleness <= self._version + steps for group in rest) <= steps * wanted
+            sum(group.version + staleness <= self._version + steps for group in rest) <= steps * self._share
             for steps in range(staleness + 1)
         )
 

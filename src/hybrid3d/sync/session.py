@@ -73,7 +73,7 @@ class SyncReport:
     expected: ExpectedSeconds = NOT_ESTIMATED
     delta_bound_bytes: float = 0.0
     changed: tuple[int | None, int] = (None, 0)
-    of_engines: StepMetrics | None = None
+    of_engines: StepMetrics = field(default_factory=StepMetrics)
 
     def after(self, before: SyncReport) -> SyncReport:
         """Return the report of a sync of other tensors and of this one as that of one sync."""
@@ -120,8 +120,7 @@ class SyncReport:
             sums["sync/changed_fraction"] = changed / elements
         of_all = {"sync/dense": float(bool(self.dense_reason)), **self.expected.metrics}
         found = StepMetrics(sums=dict(sums), maxima=dict(maxima), replicated=of_all)
-        if self.of_engines is not None:
-            found.add_rank(self.of_engines)
+        found.add_rank(self.of_engines)
         return found
 
 

@@ -29,9 +29,9 @@ from hybrid3d.run.metrics import PhaseTimer, StepMetrics
 from hybrid3d.run.progress import Progress
 from hybrid3d.train.dp_split import shares_of
 from hybrid3d.train.trained_model import PolicyModel, StepReport
+from hybrid3d.trainer.activity import gather_activity
 from hybrid3d.trainer.checkpoints import Checkpoints
 from hybrid3d.trainer.models import BaseOfPolicy
-from hybrid3d.trainer.step_log import gather_activity
 from hybrid3d.watch.work_meter import record as work_record
 
 

@@ -100,7 +100,7 @@ class LocalGenerator:
         verify = is_due(recipe.sync.verify, step + 1)
         return self._sync.begin_when_ready(step + 1, verify, prepare=self._wake_weights)
 
-    def end_update(self, recipe: Recipe, busy: float) -> StepMetrics:
+    def end_update(self, recipe: Recipe) -> StepMetrics:
         return StepMetrics()
 
     def restore(self, progress: Progress) -> None:

@@ -229,8 +229,8 @@ class RemoteGenerator:
             self._ahead.begin(step, recipe)
         return hook
 
-    def end_update(self, recipe: Recipe, busy: float) -> StepMetrics:
-        metrics = StepMetrics(maxima={"time/training_busy": busy})
+    def end_update(self, recipe: Recipe) -> StepMetrics:
+        metrics = StepMetrics()
         if self._engines is not None:
             self._ahead.end()
             if recipe.async_.max_staleness and recipe.async_.partial is None:

@@ -46,4 +46,5 @@ def train_rl(trainer: Trainer, live: LiveSettings, checkpoints: Checkpoints, log
             unfinished = tuple(generated.unfinished or ())
             progress = replace(trainer.progress, batch=batch, unfinished=unfinished, control=live.control)
             checkpoints.save_if_due(step, progress, recipe.run)
+    log.close()
     trainer.close(live.recipe)

@@ -214,7 +214,6 @@ def _train_rl(
     checkpoints = Checkpoints(engine, models.trained, replicas, record, group, identity, sharding)
     recorder = StepRecorder(models.trained, models.policy.is_reporting_rank, record.folder, group, identity)
     train_rl(trainer, live, checkpoints, StepLog(trainer, record, recorder, guard, group))
-    record.draw_timeline()
 
 
 def _train_on_data(

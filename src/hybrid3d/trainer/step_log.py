@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch.distributed as dist
 
 from hybrid3d.config import Recipe
-from hybrid3d.distributed import gather_objects
 from hybrid3d.generation.evaluation import EvalResult
 from hybrid3d.generation.samples import RolloutBatch
 from hybrid3d.run.health import Guard
 from hybrid3d.run.logger import RunLogger
-from hybrid3d.run.memory import Peaks
 from hybrid3d.run.metrics import PhaseTimer, StepMetrics
-from hybrid3d.run.timeline import Span
 from hybrid3d.sync import SyncReport
+from hybrid3d.trainer.activity import gather_activity
 from hybrid3d.trainer.step_experience import Experience
 from hybrid3d.trainer.step_recorder import StepRecorder
 from hybrid3d.trainer.trainer import Trainer
 from hybrid3d.watch.work_meter import record as work_record
-from hybrid3d.workers.roles import WorkerServer
 
 
 class StepLog:
@@ -113,6 +109,10 @@ class StepLog:
             self._record.timeline(step, recipe.role_ranks, activity.spans, activity.peaks)
         self._guard.check_bounds(row, activity.peak_gb, recipe)
 
+    def close(self) -> None:
+        """Draw the timeline of the last step."""
+        self._record.draw_timeline()
+
     def _tell_of_sync(self, report: SyncReport) -> None:
         """Tell of tensors that arrived corrupted, and why a sync sends all elements where it was not so before."""
         step, tensors = self._step, report.corrupted
@@ -166,40 +166,3 @@ class StepLog:
             self._record.event(
                 "temperature_changed", message, step=step, temperature=now, before=before, steps=staleness
             )
-
-
-@dataclass(frozen=True)
-class StepActivity:
-    """What each rank did during a step, and the memory that it used.
-
-    Attributes:
-        spans: by rank, its activities with their begin and end.
-        peaks: by rank, the most bytes during each activity.
-    """
-
-    spans: Mapping[int, Sequence[Span]]
-    peaks: Mapping[int, Peaks]
-
-    @property
-    def peak_gb(self) -> float:
-        """The most memory that a rank used, in 10^9 bytes."""
-        return max((nbytes for peaks in self.peaks.values() for nbytes in peaks.values()), default=0) / 1e9
-
-
-def gather_activity(timer: PhaseTimer, group: dist.ProcessGroup, workers: WorkerServer | None = None) -> StepActivity:
-    """Gather the step of all ranks of the run, on every rank that trains.
-
-    Args:
-        timer: that of this rank.
-        workers: on the first rank, the ranks that do not train, if there are any.
-    """
-    spans = dict[int, Sequence[Span]]({group.rank(): timer.spans})
-    peaks = dict[int, Peaks]({group.rank(): timer.peaks})
-    if workers is not None:
-        spans |= workers.spans(timer.spans[0][1], timer.spans[-1][2])
-        peaks |= workers.lap_peaks()
-    found = gather_objects((spans, peaks), group)
-    return StepActivity(
-        {rank: one for of_rank, _ in found for rank, one in of_rank.items()},
-        {rank: one for _, of_rank in found for rank, one in of_rank.items()},
-    )

@@ -33,7 +33,8 @@ class Generator(Protocol):
     3. `end()`;
     4. `begin_update(v)` and `end_update(v)`, except at a run's last step.
 
-    `leave` and `close` end the run. Calls take the recipe with the settings of their step.
+    A run that trains calls `end` once before the first of them, and `restore` if it resumes; `leave` and `close` end a
+    run. Calls take the recipe with the settings of their step.
 
     Attributes:
         shares_devices: it has the memory of the ranks that train between `begin` and `end`.
@@ -78,12 +79,8 @@ class Generator(Protocol):
         """
         ...
 
-    def end_update(self, recipe: Recipe, busy: float) -> StepMetrics:
-        """Take note that the update is done; return this rank's share of the metrics of what was generated meanwhile.
-
-        Args:
-            busy: seconds in which this rank has trained, in this step.
-        """
+    def end_update(self, recipe: Recipe) -> StepMetrics:
+        """Take note that the update is done; return this rank's share of metrics of what was generated meanwhile."""
         ...
 
     def restore(self, progress: Progress) -> None:
@@ -174,7 +171,10 @@ class Trainer:
         hook = self._generator.begin_update(step, recipe)
         with self._busy:
             metrics = self._learner.update(experience, step, recipe, hook)
-        metrics.update(self._generator.end_update(recipe, self._busy.lap()))
+        busy = self._busy.lap()
+        if not self._generator.shares_devices:
+            metrics.maxima["time/training_busy"] = busy
+        metrics.update(self._generator.end_update(recipe))
         if self.workers is not None:
             metrics.maxima |= self.workers.lap_busy_seconds()
         return metrics

@@ -142,7 +142,7 @@ CHECKPOINT = (
     _patch(
         "dist_checkpointing.strategies.filesystem_async._process_memory",
         "It needs psutil, which Megatron-Core does not require, for a number that it only logs.",
-        "doctor/test_doctor_checks.py",
+        "house/test_gpu_checks.py",
         lambda original: lambda: 0,
     ),
 )

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -67,9 +66,7 @@ def self_transport(group: dist.ProcessGroup) -> Transport:
     return make_transport(own_device(), group, ranks_per_node=1) if own_device().type == "cuda" else _Copies()
 
 
-@pytest.mark.limit(60)
-@pytest.mark.needs("megatron")
-def test_transport(record: Record, device: str) -> None:
+def sends_to_itself(record: Record, device: str) -> None:
     """Send a contiguous tensor directly and a strided one through staging, on a side stream, 50 times.
 
     Each time the tensors have other values, the staging memory is released, and checksums of both ends are compared.
@@ -183,9 +180,7 @@ class _Arrival:
         self._corrupt(self._arriving)
 
 
-@pytest.mark.limit(60)
-@pytest.mark.needs("megatron")
-def test_executors(record: Record, device: str) -> None:
+def executors(record: Record, device: str) -> None:
     """Sync between two executors on one rank, verified; then with one bit flipped on the way, which must be found."""
     transport, side = self_transport(one_rank.start()), SideStream()
     holdings, demand, held, wanted = _two_ranks(ROWS[device] // 4, device)

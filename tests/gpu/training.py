@@ -1,6 +1,6 @@
 """Training steps of tiny models against the numbers of a CPU.
 
-    PYTHONPATH=src:tests python -m gpu.test_training
+    PYTHONPATH=src:tests python -m gpu.training
 
 runs them on this machine's CPU and writes `training_numbers.json`. Packing and recompute must not change the numbers:
 each variant is compared with those of padded sequences.
@@ -16,11 +16,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from gpu import one_rank
-from gpu.comparisons import compare
+from gpu.comparisons import TOLERANCE, compare
 from gpu.record import Record
 from hybrid3d.certify.tiny_models import CONFIGS, write_checkpoint
 from hybrid3d.config import Recipe
@@ -37,21 +36,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "recompute": {"recompute": "full"},
 }
 STEPS = 3
-# Of losses and of gradient norms, relative. On a CPU, packing changes them by 3e-6 in float32 and 3e-3 in bfloat16;
-# bfloat16 differs from float32 by 1e-2 and 2e-2.
-TOLERANCE = {"float32": (1e-4, 1e-3), "bfloat16": (2e-2, 5e-2)}
 FP8_TOLERANCE = (5e-2, 2e-1)  # assumed: it has not been measured yet
 
 
-@pytest.mark.limit(96)
-@pytest.mark.needs("megatron")
-@pytest.mark.parametrize("family", FAMILIES)
-def test_train(record: Record, device: str, family: str) -> None:
+def training(record: Record, device: str, family: str) -> None:
     """Take three steps in each dtype and variant, and compare their losses and gradient norms with the stored ones."""
-    _train(record, family)
-
-
-def _train(record: Record, family: str) -> None:
     record(kernels=in_use())
     with tempfile.TemporaryDirectory() as folder:
         for dtype, variant, found, seconds in _runs(Path(folder), family):
@@ -67,17 +56,13 @@ def _train(record: Record, family: str) -> None:
     record(peak_bytes=peak_memory())
 
 
-@pytest.mark.limit(120)
-@pytest.mark.needs("cuda", "transformer_engine", "megatron")
-def test_transformer_engine(record: Record, device: str) -> None:
+def with_transformer_engine(record: Record, device: str) -> None:
     """Take the steps of a dense model, packed ones too, with Transformer Engine's layers."""
     assert USE_TE, f"Transformer Engine is installed and not used: {in_use()}"
-    _train(record, "dense")
+    training(record, device, "dense")
 
 
-@pytest.mark.limit(120)
-@pytest.mark.needs("cuda", "transformer_engine", "megatron")
-def test_train_fp8(record: Record, device: str) -> None:
+def in_fp8(record: Record, device: str) -> None:
     """Take three steps of dense layers and of experts with each kind of FP8, and compare them with bfloat16's."""
     assert USE_TE, f"Transformer Engine is installed and not used: {in_use()}"
     one_rank.start()
@@ -127,7 +112,7 @@ def main() -> None:
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         numbers = dict(zip(FAMILIES, pool.map(_measure, FAMILIES, chunksize=1), strict=True))
     stored = {
-        "command": "PYTHONPATH=src:tests python -m gpu.test_training",
+        "command": "PYTHONPATH=src:tests python -m gpu.training",
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
         "numbers": numbers,

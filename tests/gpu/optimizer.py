@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from gpu import one_rank
@@ -54,9 +53,7 @@ def _gradients(policy: Policy) -> list[torch.Tensor]:
     return policy._tensors_of("gradients")
 
 
-@pytest.mark.limit(70)
-@pytest.mark.needs("megatron")
-def test_stepping(record: Record, device: str) -> None:
+def stepping(record: Record, device: str) -> None:
     """Step the optimizer in buckets and as a whole, with equal gradients: every bit of the weights must be equal."""
     record(kernels=in_use())
     with tempfile.TemporaryDirectory() as path:
@@ -105,9 +102,7 @@ def _expect_equal(first: Policy, second: Policy, when: str) -> None:
     assert not differing, f"{when}: the weights differ in {len(differing)} tensors, such as {differing[:1]}"
 
 
-@pytest.mark.limit(70)
-@pytest.mark.needs("megatron")
-def test_first_checkpoint(record: Record, device: str) -> None:
+def first_checkpoint(record: Record, device: str) -> None:
     """Write a checkpoint before the first update, load it into another model, and step both: equal in every bit."""
     record(kernels=in_use())
     with tempfile.TemporaryDirectory() as path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 from gpu import one_rank
@@ -31,11 +30,9 @@ BUCKET_MIB = {"cuda": 16, "cpu": 0.25}
 SYNCS = 10
 
 
-@pytest.mark.limit(120)
-@pytest.mark.needs("2 gpus", "megatron")
-def test_two_ranks(record: Record, device: str) -> None:
+def two_ranks(record: Record, device: str) -> None:
     """Sync from TP2 to tensors that are whole on both ranks, verified, at once and as beside an update."""
-    record(**run_on_ranks(2, f"{__name__}:sync_between_ranks", device=device))
+    record(**run_on_ranks(2, "gpu.two_ranks:sync_between_ranks", device=device))
 
 
 def sync_between_ranks(device: str) -> dict[str, Any]:

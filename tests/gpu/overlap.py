@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from gpu import one_rank
@@ -73,24 +72,13 @@ class MarkedStream:
             self.marks.append((before, self.clock.mark()))
 
 
-@pytest.mark.limit(70)
-@pytest.mark.needs("megatron")
-@pytest.mark.variables(CUDA_DEVICE_MAX_CONNECTIONS=None)
-def test_overlap(record: Record, device: str) -> None:
-    """Copies of a sync run during the optimizer's step, without synchronization, and every bit arrives."""
-    _overlap(record, device, must_overlap=True)
+def overlap(record: Record, device: str, must_overlap: bool) -> None:
+    """Update a model several times, each time syncing its optimizer buckets as they are ready, and compare all bits.
 
-
-@pytest.mark.limit(70)
-@pytest.mark.needs("megatron")
-@pytest.mark.variables(CUDA_DEVICE_MAX_CONNECTIONS="1")
-def test_overlap_one_connection(record: Record, device: str) -> None:
-    """The same with one hardware queue, where it is only recorded whether they overlap."""
-    _overlap(record, device, must_overlap=False)
-
-
-def _overlap(record: Record, device: str, must_overlap: bool) -> None:
-    """Update a model several times, each time syncing its optimizer buckets as they are ready, and compare all bits."""
+    Args:
+        must_overlap: whether copies must run at the same time as the optimizer's later buckets; otherwise it is only
+            recorded whether they do.
+    """
     config = CONFIG | LARGE[device]
     record(cuda_device_max_connections=os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
     with tempfile.TemporaryDirectory() as path:

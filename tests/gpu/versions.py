@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -17,8 +16,7 @@ OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)
 TOLERANCE = 2e-2  # relative, of sums of bfloat16 products
 
 
-@pytest.mark.limit(30)
-def test_versions(record: Record, device: str) -> None:
+def versions(record: Record, device: str) -> None:
     """Check that Python and torch are new enough, and that torch was built for the device."""
     python, pytorch = platform.python_version(), torch.__version__
     record(python=python, torch=pytorch, cuda=torch.version.cuda, threads=torch.get_num_threads())
@@ -37,8 +35,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
-@pytest.mark.limit(40)
-def test_cudnn(record: Record, device: str) -> None:
+def cudnn(record: Record, device: str) -> None:
     """Run a convolution and attention, forward and backward; on a GPU through cuDNN, whose libraries are listed.
 
     Libraries of two versions of cuDNN in one process end in CUDNN_STATUS_SUBLIBRARY_VERSION_MISMATCH.

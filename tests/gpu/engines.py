@@ -10,7 +10,6 @@ import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
-import pytest
 import torch
 import yaml
 
@@ -32,24 +31,7 @@ TOLERANCE_FP8 = 0.25
 RANK = "gpu.engine_rank:sync_and_generate"
 
 
-@pytest.mark.limit(240)
-@pytest.mark.needs("2 gpus", "megatron", "vllm")
-def test_mixtral_graphs(record: Record, device: str) -> None:
-    """Mixtral at TP2 over ranks in descending order, with CUDA graphs."""
-    _live_sync(record, device, "mixtral", ranks=2, tp=2)
-
-
-@pytest.mark.limit(180)
-@pytest.mark.needs("megatron", "vllm")
-@pytest.mark.parametrize("case", ["dense", "experts", "latent", "fp8_dense", "fp8_experts", "fp8_latent", "kept"])
-def test_live(record: Record, device: str, case: str) -> None:
-    """Finalization in a running vLLM, in FP8 with block scales too; `kept`: of weights that vLLM keeps in its sleep."""
-    quantization: Literal["fp8"] | None = "fp8" if case.startswith("fp8_") else None
-    family = "dense" if case == "kept" else case.removeprefix("fp8_")
-    _live_sync(record, device, family, quantization=quantization, keeps=case == "kept")
-
-
-def _live_sync(
+def live_sync(
     record: Record,
     device: str,
     family: str,
@@ -91,9 +73,7 @@ def _live_sync(
         assert found["graphs"], "CUDA graphs are captured"
 
 
-@pytest.mark.limit(120)
-@pytest.mark.needs("megatron", "vllm")
-def test_plan(record: Record, device: str) -> None:
+def plan(record: Record, device: str) -> None:
     """Query both engines about eight ranks with one visible GPU, as `hybrid3d plan` does before GPUs are rented."""
     visible = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]}
     found = _command(["plan"], {"tp": 4, "dp": 2}, {"tp": 4}, visible)
@@ -102,9 +82,7 @@ def test_plan(record: Record, device: str) -> None:
     assert found["coverage"] == "exact", f"coverage is {found['coverage']}"
 
 
-@pytest.mark.limit(240)
-@pytest.mark.needs("megatron", "vllm")
-def test_bench(record: Record, device: str) -> None:
+def bench(record: Record, device: str) -> None:
     """Run `hybrid3d bench` on at most two GPUs, or two CPU ranks: each method must move every bit."""
     ranks = min(2, torch.cuda.device_count()) if device == "cuda" else 2
     found = _command(["bench", "--repeats", "3"], {"tp": ranks}, {"tp": 1}, {})
@@ -118,7 +96,7 @@ def _command(arguments: list[str], train: dict[str, int], rollout: dict[str, int
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
         recipe = {
-            "name": "doctor",
+            "name": "gpu",
             "model": {"path": str(write_config(folder / "model", CONFIGS["experts"])), "dtype": "bfloat16"},
             "train": train,
             "rollout": {**rollout, "max_model_len": LENGTH, "max_new_tokens": ANSWER, "kv_cache_gib": 1 / 16},

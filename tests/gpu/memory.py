@@ -7,7 +7,6 @@ import time
 from functools import partial
 from pathlib import Path
 
-import pytest
 import torch
 
 from gpu import one_rank
@@ -45,9 +44,7 @@ MEDIUM = SIZES | dict(
 PERSISTENT_TOLERANCE, PEAK_TOLERANCE = 0.1, 0.25
 
 
-@pytest.mark.limit(40)
-@pytest.mark.needs("megatron")
-def test_arenas(record: Record, device: str) -> None:
+def arenas(record: Record, device: str) -> None:
     """Release and allocate a `DeviceBuffer` again and again; views made once must follow it to its new memory."""
     before = _allocated(device)
     buffer = DeviceBuffer(ARENA_BYTES[device], device)
@@ -78,9 +75,7 @@ def test_arenas(record: Record, device: str) -> None:
         assert len(addresses) > 1, "the buffer never moved, so that nothing was shown about its views"
 
 
-@pytest.mark.limit(50)
-@pytest.mark.needs("megatron")
-def test_offload(record: Record, device: str) -> None:
+def offload(record: Record, device: str) -> None:
     """Offload tensors to pinned host memory and back, bit for bit, and measure the bandwidth."""
     torch.manual_seed(1)
     count = OFFLOADED_BYTES[device] // 8
@@ -111,9 +106,7 @@ def test_offload(record: Record, device: str) -> None:
     record(offloaded_bytes=nbytes)
 
 
-@pytest.mark.limit(40)
-@pytest.mark.needs("cuda", "megatron")
-def test_out_of_memory(record: Record, device: str) -> None:
+def out_of_memory(record: Record, device: str) -> None:
     """Run out of GPU memory; the error must lead to a restart with smaller settings, and memory be usable again."""
     blocks: list[torch.Tensor] = []
     try:
@@ -139,9 +132,7 @@ def test_out_of_memory(record: Record, device: str) -> None:
     assert torch.ones(1 << 28, device=device).sum().item() == 1 << 28, "memory is not usable afterwards"
 
 
-@pytest.mark.limit(60)
-@pytest.mark.needs("cuda", "megatron")
-def test_planned_memory(record: Record, device: str) -> None:
+def planned_memory(record: Record, device: str) -> None:
     """Measure the GPU memory of training steps, and compare it with what `hybrid3d plan` predicts."""
     with tempfile.TemporaryDirectory() as path:
         folder = write_checkpoint(Path(path), MEDIUM)

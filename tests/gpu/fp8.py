@@ -6,13 +6,12 @@ import json
 import tempfile
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import save_file
 
 from gpu import one_rank
 from gpu.record import Record
-from gpu.test_transport import self_transport
+from gpu.transport import self_transport
 from hybrid3d.reshard.files import load_files
 from hybrid3d.reshard.move.device import synchronize
 from hybrid3d.reshard.move.transport import as_bytes
@@ -25,9 +24,7 @@ LARGEST = 448.0  # of float8_e4m3fn
 NAME = "model.layers.0.self_attn.o_proj.weight"
 
 
-@pytest.mark.limit(40)
-@pytest.mark.needs("megatron")
-def test_fp8(record: Record, device: str) -> None:
+def fp8(record: Record, device: str) -> None:
     """Read an FP8 checkpoint into memory on the device, and send an FP8 tensor."""
     torch.manual_seed(1)
     weight = torch.randn(SHAPE)

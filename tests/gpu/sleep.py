@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 
 from gpu.record import Record
@@ -18,9 +17,7 @@ ROUNDS = 3
 KEPT = ("runtime", "cudagraph")  # what vLLM's level 2 keeps, in `sleep_mode_backend.py`
 
 
-@pytest.mark.limit(50)
-@pytest.mark.needs("cuda", "cumem")
-def test_sleep_graph(record: Record, device: str) -> None:
+def sleep_graph(record: Record, device: str) -> None:
     """Put weights and a KV cache to sleep as `RolloutEngine.sleep` does, wake them one by one, and replay a graph."""
     allocator = load_sleep_allocator()
     torch.manual_seed(1)
@@ -80,9 +77,7 @@ def _capture(forward: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGr
     return graph
 
 
-@pytest.mark.limit(40)
-@pytest.mark.needs("cuda", "cumem")
-def test_wake_out_of_memory(record: Record, device: str) -> None:
+def wake_out_of_memory(record: Record, device: str) -> None:
     """Wake memory for which there is no room: the allocator's error must be recognized as out of memory."""
     allocator = load_sleep_allocator()
     with allocator.use_memory_pool("weights"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 from gpu.record import Record
@@ -31,9 +30,7 @@ BUCKET_BYTES = 64 << 20
 TOLERANCE = 0.25
 
 
-@pytest.mark.limit(60)
-@pytest.mark.needs("megatron")
-def test_local_copies(record: Record, device: str) -> None:
+def local_copies(record: Record, device: str) -> None:
     """Pack, unpack and copy what a rank of a sync from TP2 to TP1 does, without sending; predict its seconds.
 
     The prediction is that of `hybrid3d plan`: all bytes at the rate of one plain copy. A CPU's caches make parts of it
