@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import math
 import subprocess
 from dataclasses import replace
@@ -174,11 +175,14 @@ def test_engines_and_rewards_that_break_between_two_starts(work: Path) -> None:
     assert events_of(work, "engines_disagree") == []
     (work / "mine.py").write_text(BROKEN_REWARD)
     said = run(work, "eval", "runs/run", expect=1)
-    assert "stopped: 8 of 8 rewards failed on held-out problems: 8 raised (KeyError: 'nothing works')" in said
+    assert "stopped: 8 of 8 rewards failed on held-out problems: 8 raised (row 0: KeyError: 'nothing works')" in said
     assert "data.eval eval.parquet: all 8 rows are used" in said
     (work / "runs/run/control.yaml").write_text("{run.steps: 3, run.eval_every: 9}")
     said = train(work, expect=1)
-    assert said.count("stopped: 32 of 32 rewards failed: 32 raised (KeyError: 'nothing works')") == 1
+    assert (
+        len(re.findall(r"stopped: 32 of 32 rewards failed: 32 raised \(row \d+: KeyError: 'nothing works'\)", said))
+        == 1
+    )
     (work / "mine.py").write_text(REWARD)
     said = train(work, expect=1, fault=True)
     assert said.count("stopped: step 1: training and vLLM do not compute the same model") == 1
