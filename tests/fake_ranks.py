@@ -8,19 +8,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hybrid3d.workers.channel import (
-    Call,
-    Connection,
-    Disconnected,
-    End,
-    Join,
-    Joined,
-    Leave,
-    Leaving,
-    Register,
-    Reply,
-    connect,
-)
+from hybrid3d.workers.channel import Connection, Disconnected, connect
+from hybrid3d.workers.messages import Call, End, Join, Joined, Leave, Leaving, Register, Reply
 
 
 def make_store(monkeypatch: pytest.MonkeyPatch, ranks: int) -> dist.Store:

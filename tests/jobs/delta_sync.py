@@ -92,7 +92,7 @@ class Case:
         self.landed.tensors.clear()
         begun = self.sync.in_progress is not None
         report = self.sync.finish() if begun else self.sync.run(self.number, verify=True)
-        result = vars(report) | {"choice": dict(report.choice), "expected": None}
+        result = vars(report) | {"choice": dict(report.choice), "expected": None, "of_engines": None}
         result |= {"what": what, "rank": self.rank, "train": vars(self.recipe.train)}
         if compares:
             got = self.state()

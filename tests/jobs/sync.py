@@ -324,7 +324,11 @@ def prove(
             landed.tensors.clear()
             with CountCollectives(sync) as counted:
                 report = sync.run(number, is_due(recipe.sync.verify, number))
-            result |= {"report": vars(report) | {"expected": None}, "c10d": counted.bytes, "borrowed": counted.borrowed}
+            result |= {
+                "report": vars(report) | {"expected": None, "of_engines": None},
+                "c10d": counted.bytes,
+                "borrowed": counted.borrowed,
+            }
             if number in (1, 2, 11):
                 result[f"sync{number}"] = compare(engine, landed, truths[number % 3 - 1])
         result["mismatch"] = mismatch(policy, recipe, engine)

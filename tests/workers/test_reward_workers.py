@@ -17,7 +17,7 @@ from fake_ranks import FakeRank, make_store
 from hybrid3d.config import load_recipe
 from hybrid3d.scoring.scorer import Given, Query, Scores
 from hybrid3d.workers import role_client
-from hybrid3d.workers.channel import Call, Register, Reply
+from hybrid3d.workers.messages import Call, Register, Reply, Score
 from hybrid3d.workers.reward import RewardWorkers, WorkerScorer
 from hybrid3d.workers.roles import WorkerServer
 
@@ -48,16 +48,17 @@ class RewardRank(FakeRank):
         return self.dies_at_next_call
 
     def reply(self, call: Call) -> Reply:
-        assert call.method == "score"
-        answers = [query.answer for query in call.arguments["queries"]]
+        assert isinstance(call, Score)
+        (queries,) = call.shares.values()
+        answers = [query.answer for query in queries]
         self.scored.append(answers)
-        self.tokens += [query.tokens for query in call.arguments["queries"]]
-        rewards = [len(answer) + 10.0 * (call.arguments["scorer"] == "model") for answer in answers]
+        self.tokens += [query.tokens for query in queries]
+        rewards = [len(answer) + 10.0 * (call.scorer == "model") for answer in answers]
         failures = {"hung": answers.count("xxx")} if "xxx" in answers else {}
         begin = time.time()
         leads = self.rank % 2 == 0
-        scores = Scores(rewards, failures, dict.fromkeys(failures, f"on rank {self.rank}")) if leads else None
-        return Reply(scores, [("reward", begin, begin + 1)])
+        scores = Scores(rewards, failures, dict.fromkeys(failures, f"on rank {self.rank}"))
+        return Reply(scores={0: scores} if leads else {}, spans=[("reward", begin, begin + 1)])
 
 
 @pytest.fixture

@@ -16,24 +16,28 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from fake_ranks import FakeRank, make_store
 from hybrid3d.config import load_recipe
-from hybrid3d.generation.engine import Sampling
+from hybrid3d.generation.engine import ExpertChoices, Sampling
 from hybrid3d.generation.replicas import Answers, NoReplicas
 from hybrid3d.generation.rollouts import FailedRewards
-from hybrid3d.generation.samples import RolloutBatch
+from hybrid3d.generation.samples import RolloutBatch, Sample
+from hybrid3d.generation.scheduler import Prompt
 from hybrid3d.launch.child import this_process
 from hybrid3d.ledger import RankStart
+from hybrid3d.rl.data import Example
 from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.sync.elastic import Members
 from hybrid3d.trainer.remote_generator import GenerationAhead
 from hybrid3d.workers import loop, role_client
-from hybrid3d.workers.channel import Call, Connection, Disconnected, End, Leave, Register, Reply, Server, connect
+from hybrid3d.workers.channel import Connection, Disconnected, Server, connect
 from hybrid3d.workers.engines import Engines
+from hybrid3d.workers.messages import Advance, Call, End, Leave, Register, Reply, Sync
 from hybrid3d.workers.roles import WorkerServer
 
 pytestmark = pytest.mark.engines
@@ -135,27 +139,40 @@ def test_step_goes_on_where_there_is_nobody_to_generate_ahead(error: Exception, 
 RECIPE = recipe_of(0, 40, "roles.generation.ranks=4", "rollout.tp=2", "machine.gpus_per_node=8")
 
 
+def prompt(text: str) -> Prompt:
+    return Prompt((0, 1), Example(2, text, "", (3, 4)), [5, None], 6)
+
+
+def answer_to(one: Prompt) -> Sample:
+    """An answer of which every number is another when it has been rounded."""
+    logprobs, experts = (-1 / 3, -2e-40), ExpertChoices.of(np.arange(12, dtype=np.uint16).reshape(3, 2, 2) * 999)
+    mask, reward = (True, True), 0.1 + 0.2
+    return Sample(
+        one.example.prompt, one.example.prompt_ids, (7, 8), mask, logprobs, "é", reward, (6, 9), experts=experts
+    )
+
+
 class GenerationRank(FakeRank):
     """A rank that generates, until it is killed."""
 
     def __init__(self, rank: int, store: dist.Store, group_start: int | None = None, start: int = 0):
-        self.killed_by: str | None = None  # the method during which it is killed
+        self.killed_by: type[Call] | None = None  # the call during which it is killed
         super().__init__(store, Register(rank, confined_by=f"rank {rank}", group_start=group_start), start)
 
     def dies_at(self, call: Call) -> bool:
-        return call.method == self.killed_by
+        return type(call) is self.killed_by
 
     def reply(self, call: Call) -> Reply:
-        if call.method == "sync":
-            return Reply(StepMetrics(sums={"sync/received_bytes": 10.0}), [("sync", 1.0, 2.0)], self.rank)
+        if isinstance(call, Sync):
+            metrics = StepMetrics(sums={"sync/received_bytes": 10})
+            return Reply(metrics=metrics, spans=[("sync", 1.0, 2.0)], peak_memory=self.rank)
+        assert isinstance(call, Advance)
         if call.stoppable:
             while not self.connection.has_message():
                 time.sleep(0.01)
         begin = time.time()
-        return Reply(
-            {number: Answers([*share]) for number, share in call.arguments["prompts"].items()},
-            [("generate", begin, begin + 1)],
-        )
+        answers = {number: Answers([answer_to(one) for one in share]) for number, share in call.prompts.items()}
+        return Reply(answers=answers, spans=[("generate", begin, begin + 1)])
 
     def kill(self, made: Engines) -> None:
         """End this rank, and wait until it is noticed."""
@@ -230,7 +247,7 @@ def test_engines_all_take_part_in_the_first_sync(made: Engines, store: dist.Stor
     assert made.lap_peaks() == {rank: {"sync": rank} for rank in (4, 5, 6, 7)}
     assert made.lap_peaks() == {}
     assert made.confined_by == "rank 7"
-    assert last.calls == [Call("sync", {"members": Members(1, tuple(range(8)), (0, 1)), "version": 3, "verify": True})]
+    assert last.calls == [Sync(Members(1, tuple(range(8)), (0, 1)), version=3, verify=True)]
     assert made.members(4) == Members(1, tuple(range(8)), (0, 1))
     assert made.unchanged(4)
     assert not made.unchanged(2)
@@ -296,27 +313,22 @@ def test_training_start_that_fails_before_accepting_connections_is_given_up(stor
 
 def test_share_of_an_engine_that_is_lost_is_not_answered(made: Engines, store: dist.Store) -> None:
     ranks, _ = start_all(made, store)
-    ranks[5].killed_by = "advance"
-    shares: Any = {0: ["a"], 1: ["b", "c"]}
-    found = made.advance(shares, None, 0, Sampling(0.5), apart=True)
-    assert {number: answers.samples for number, answers in found.items()} == {1: ["b", "c"]}
-    assert ranks[7].calls[-1].arguments == {
-        "prompts": {0: ["b", "c"]},
-        "wanted": None,
-        "version": 0,
-        "sampling": Sampling(0.5),
-        "apart": True,
+    ranks[5].killed_by = Advance
+    found = made.advance({0: [prompt("a")], 1: [prompt("b"), prompt("c")]}, None, 0, Sampling(0.5), apart=True)
+    assert {number: answers.samples for number, answers in found.items()} == {
+        1: [answer_to(prompt("b")), answer_to(prompt("c"))]
     }
+    assert ranks[7].calls[-1] == Advance({0: [prompt("b"), prompt("c")]}, None, 0, Sampling(0.5), apart=True)
     assert made.lap_busy_seconds() == pytest.approx(1.0)
     assert [name for name, _, _ in made.spans(time.time() - 100, time.time() + 100)[7]] == ["wait", "generate", "wait"]
-    ranks[6].killed_by = "advance"
+    ranks[6].killed_by = Advance
     assert made.advance({1: []}, None, 0, Sampling(0.5), apart=True) == {}
     assert made.numbers == []
 
 
 def test_sync_is_done_if_the_remaining_ranks_have_done_it(made: Engines, store: dist.Store) -> None:
     ranks, _ = start_all(made, store)
-    ranks[4].killed_by = "sync"
+    ranks[4].killed_by = Sync
     made.begin_sync(made.members(4), 1, verify=False)
     metrics = made.finish_sync()
     assert metrics is not None
@@ -330,9 +342,9 @@ def test_generation_ahead_ends_when_it_is_told(made: Engines, store: dist.Store)
     start_all(made, store)
     asked = iter([False, False, True])
     engine, _ = made._taking_part
-    call = Call("advance", {"prompts": {0: ["a"]}}, stoppable=True)
+    call = Advance({0: [prompt("a")]}, None, 0, Sampling(), stoppable=True)
     replies = made._receive(made._send({engine: call}), lambda: next(asked))
-    assert [answers.samples for answers in replies[engine][0].values()] == [["a"]]
+    assert [answers.samples for answers in replies[engine][0].answers.values()] == [[answer_to(prompt("a"))]]
     assert made.numbers == [0, 1]
 
 
@@ -440,11 +452,12 @@ def test_connection_without_the_secret_is_not_heard(store: dist.Store) -> None:
     assert not Unpickled.seen
     right = connect(store, 0, lambda: False)
     assert right is not None
-    right.send(Unpickled())
+    right._messages.send(Unpickled())
     while not heard:
         time.sleep(0.01)
-    heard[0].receive()
-    assert Unpickled.seen == ["unpickled"]  # as it is for who knows it
+    with pytest.raises(Disconnected, match="what came is no message: "):
+        heard[0].receive()
+    assert not Unpickled.seen  # nor is it for who knows it
     right.close()
     server.close()
 

@@ -80,9 +80,9 @@ class StepMetrics:
         replicated: equal on every rank that has it.
     """
 
-    sums: dict[str, float] = field(default_factory=dict)
-    maxima: dict[str, float] = field(default_factory=dict)
-    replicated: dict[str, float] = field(default_factory=dict)
+    sums: dict[str, int | float] = field(default_factory=dict)
+    maxima: dict[str, int | float] = field(default_factory=dict)
+    replicated: dict[str, int | float] = field(default_factory=dict)
 
     def add(self, key: str, value: float) -> None:
         """Add `value` to the metric that is summed over ranks."""

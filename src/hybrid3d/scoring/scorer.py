@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
 
 import numpy as np
 
@@ -14,7 +14,10 @@ from hybrid3d.scoring.functions import unusable
 Owner = TypeVar("Owner", bound=Hashable)
 T = TypeVar("T")
 
-Tokens: TypeAlias = "Sequence[int] | np.ndarray[Any, np.dtype[Any]]"
+if TYPE_CHECKING:
+    Tokens: TypeAlias = "Sequence[int] | np.ndarray[Any, np.dtype[Any]]"
+else:
+    Tokens = Sequence[int]  # as another process gets them
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""Connections between the first rank that trains and the ranks that do not train, and their messages: pickled objects.
+"""Connections between the first rank that trains and the ranks that do not train.
 
 Both ends prove that they know the run's secret before either of them reads a message. The secret is handed over in a
 file (`launch/run_secret.py`); the store has only the address, which anybody may read.
@@ -16,19 +16,17 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import connection
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from hybrid3d import launch_environment
 from hybrid3d.distributed import LostPeer
-from hybrid3d.run.timeline import Span
+from hybrid3d.workers.messages import Message, decode, encode
 
 logger = logging.getLogger(__name__)
 
@@ -120,27 +118,29 @@ class Connection:
         self._socket = of_socket  # kept, as another thread may disconnect while one receives
         self._messages = connection.Connection(os.dup(of_socket.fileno()))
 
-    def send(self, message: Any) -> None:
+    def send(self, message: Message) -> None:
         """Send a message.
 
         Raises:
             Disconnected: the other end does not receive.
         """
         try:
-            self._messages.send(message)
+            self._messages.send_bytes(encode(message))
         except OSError as error:
             raise Disconnected(str(error)) from error
 
-    def receive(self) -> Any:
+    def receive(self) -> Message:
         """Wait for a message and return it.
 
         Raises:
-            Disconnected: there is none, and none can come.
+            Disconnected: there is none, and none can come, or the other end sends what is no message.
         """
         try:
-            return self._messages.recv()
+            return decode(self._messages.recv_bytes())
         except (EOFError, OSError) as error:
             raise Disconnected(str(error)) from error
+        except ValueError as error:
+            raise Disconnected(f"what came is no message: {error}") from error
 
     def awaited(self) -> tuple[str, Sequence[int]] | None:
         """Return what `receive` waits for, and the rank at the other end; any thread may call it."""
@@ -270,84 +270,3 @@ def connect(store: Store, start: int, has_failed: Callable[[], bool]) -> Connect
             f"no connection to rank 0 at {host}:{port}: {error}: is it alive, and is the port open between the nodes?"
         ) from error
     return Connection(made, peer=0)
-
-
-@dataclass(frozen=True)
-class Register:
-    """Sent by a rank that does not train when it has started, and when the ranks that train have.
-
-    Attributes:
-        failure: why its process before this one ended; empty if this is the first.
-        confined_by: what confines code that rewards run there; None if nothing does, or none is run.
-        group_start: number of the start of its group, which is up since before the ranks that train were started
-            again; None if it has not started yet.
-    """
-
-    rank: int
-    failure: str = ""
-    confined_by: str | None = None
-    group_start: int | None = None
-
-
-@dataclass(frozen=True)
-class Join:
-    """Asks a rank to start what it serves with, unless that is up: all ranks of its group have registered.
-
-    Attributes:
-        start: number of this start of the group.
-    """
-
-    start: int
-
-
-@dataclass(frozen=True)
-class Joined:
-    """Sent when a rank has started what it serves with."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """Asks a rank to call this method of what it serves with, with these arguments.
-
-    Attributes:
-        stoppable: it returns early when another message has arrived.
-    """
-
-    method: str
-    arguments: Mapping[str, Any]
-    stoppable: bool = False
-
-
-@dataclass(frozen=True)
-class Stop:
-    """Asks for an early return from a call that generates ahead; without effect if it has returned."""
-
-
-@dataclass(frozen=True)
-class Reply:
-    """Sent when a call has returned.
-
-    Attributes:
-        result: on ranks whose result is not needed None.
-        spans: what the rank did.
-        peak_memory: the most bytes of memory that it used meanwhile; 0 if that was not measured.
-    """
-
-    result: Any
-    spans: list[Span] = field(default_factory=list)
-    peak_memory: int = 0
-
-
-@dataclass(frozen=True)
-class Leave:
-    """Asks a rank to exit: its group is not needed for now. It registers again."""
-
-
-@dataclass(frozen=True)
-class End:
-    """Asks a rank to exit: the run has ended."""
-
-
-@dataclass(frozen=True)
-class Leaving:
-    """Sent in answer to `Leave` and `End`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
@@ -16,8 +16,11 @@ from hybrid3d.run.logger import RunLogger
 from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.scoring.scorer import Query, Scores
 from hybrid3d.sync.elastic import Members, tell_lost
-from hybrid3d.workers.channel import Call, Connection, Disconnected, Leave
+from hybrid3d.workers.channel import Connection, Disconnected
+from hybrid3d.workers.messages import Advance, Call, Leave, Reply, Score, Sync
 from hybrid3d.workers.role_client import RoleClient, WorkerGroup
+
+T = TypeVar("T")
 
 _EPOCHS = "sync/epochs"  # key of the store, with the number of the last one
 
@@ -113,16 +116,16 @@ class Engines(RoleClient):
 
     def begin_sync(self, members: Members, version: int, verify: bool) -> None:
         """Have the engines that are left take part in a sync, which begins."""
-        arguments = {"members": members, "version": version, "verify": verify}
-        self._syncing = self._send({engine: Call("sync", arguments) for engine in self._generating()})
+        call = Sync(members, version, verify)
+        self._syncing = self._send(dict.fromkeys(self._generating(), call))
 
     def finish_sync(self) -> StepMetrics | None:
         """Return the metrics of all ranks of the engines; None if the sync failed on one that is not lost."""
         metrics, intact = StepMetrics(), True
-        for shares in self._receive(self._syncing).values():
-            for share in shares:
-                intact &= share is not None
-                metrics.add_rank(share or StepMetrics())
+        for replies in self._receive(self._syncing).values():
+            for reply in replies:
+                intact &= reply.metrics is not None
+                metrics.add_rank(reply.metrics or StepMetrics())
         self._had_sync |= intact
         return metrics if intact else None
 
@@ -152,33 +155,30 @@ class Engines(RoleClient):
         stop: Callable[[], bool] | None = None,
         apart: bool = False,
     ) -> Mapping[int, Answers]:
-        arguments = {"version": version, "sampling": sampling, "apart": apart}
-        found: Mapping[int, Answers] = self._ask("advance", {"prompts": prompts, "wanted": wanted}, arguments, stop)
-        return found
+        calls: dict[WorkerGroup, Call] = {}
+        for engine in self._generating():
+            own = None if wanted is None else self._own(engine, wanted)
+            of_engine = {number: [*some] for number, some in self._own(engine, prompts).items()}
+            calls[engine] = Advance(of_engine, own, version, sampling, apart, stoppable=stop is not None)
+        return self._by_replica({engine: reply.answers for engine, reply in self._first(calls, stop).items()})
 
     def score(self, shares: Mapping[int, Sequence[Query]]) -> Mapping[int, Scores]:
-        found: Mapping[int, Scores] = self._ask("score", {"shares": shares}, {})
-        return found
-
-    def _ask(
-        self,
-        method: str,
-        by_replica: Mapping[str, Mapping[int, Any] | None],
-        arguments: Mapping[str, Any],
-        stop: Callable[[], bool] | None = None,
-    ) -> dict[int, Any]:
-        """Call a method of all engines that have weights, and return what it returns, by replica.
-
-        Args:
-            by_replica: the arguments of which each engine gets those of its replicas, by their numbers in it.
-            arguments: the others.
-        """
-        k, calls = self._per_engine, {}
+        calls: dict[WorkerGroup, Call] = {}
         for engine in self._generating():
-            own = {
-                name: None if values is None else {n % k: v for n, v in values.items() if n // k == engine.number}
-                for name, values in by_replica.items()
-            }
-            calls[engine] = Call(method, {**own, **arguments}, stoppable=stop is not None)
-        replies = self._receive(self._send(calls), stop)
-        return {engine.number * k + i: value for engine, (first, *_) in replies.items() for i, value in first.items()}
+            calls[engine] = Score({number: [*some] for number, some in self._own(engine, shares).items()})
+        return self._by_replica({engine: reply.scores for engine, reply in self._first(calls).items()})
+
+    def _first(
+        self, calls: Mapping[WorkerGroup, Call], stop: Callable[[], bool] | None = None
+    ) -> dict[WorkerGroup, Reply]:
+        """Return the reply of the first rank of each engine to a call, which has the whole result."""
+        return {engine: first for engine, (first, *_) in self._receive(self._send(calls), stop).items()}
+
+    def _own(self, engine: WorkerGroup, values: Mapping[int, T]) -> dict[int, T]:
+        """Return what is of an engine's replicas, by their numbers in it."""
+        k = self._per_engine
+        return {number % k: value for number, value in values.items() if number // k == engine.number}
+
+    def _by_replica(self, found: Mapping[WorkerGroup, Mapping[int, T]]) -> dict[int, T]:
+        k = self._per_engine
+        return {engine.number * k + i: value for engine, of in found.items() for i, value in of.items()}

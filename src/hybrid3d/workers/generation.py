@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch.distributed.distributed_c10d import Store
 
 from hybrid3d import distributed
@@ -16,12 +17,15 @@ from hybrid3d.process import new_engine_name, set_shared_memory_prefix
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.run.memory import meter
 from hybrid3d.run.metrics import StepMetrics
-from hybrid3d.sync import Sync, policy_sync
+from hybrid3d.sync import Sync as WeightsSync
+from hybrid3d.sync import policy_sync
 from hybrid3d.sync.elastic import ElasticSync, Members
 from hybrid3d.watch.heartbeat import enter_phase
 from hybrid3d.watch.work_meter import record as work_record
-from hybrid3d.workers.channel import Call, Connection, Reply
+from hybrid3d.workers.channel import Connection
+from hybrid3d.workers.messages import Advance, Call, Reply, Score, Sync
 
+PHASES: dict[type[Call], str] = {Sync: "sync", Advance: "advance", Score: "score"}
 ACTIVITIES = {"sync": "sync", "advance": "generate", "score": "generate"}
 
 
@@ -51,7 +55,7 @@ class GenerationRank:
         work_record.generates(self._engine.rank_in_replica, lambda: self._engine.generated)
         self._replicas = EngineReplicas(recipe, self._engine, read_tokenizer(recipe), group, receivers=[0])
 
-        def make_sync(everyone: dist.ProcessGroup, weights: dist.ProcessGroup, ranks: tuple[int, ...]) -> Sync:
+        def make_sync(everyone: dist.ProcessGroup, weights: dist.ProcessGroup, ranks: tuple[int, ...]) -> WeightsSync:
             return policy_sync(recipe, everyone, engine=self._engine, transport_group=weights, ranks=ranks)
 
         self._sync = ElasticSync(store, make_sync)
@@ -77,17 +81,20 @@ class GenerationRank:
         return None if report is None else report.metrics()
 
     def call(self, call: Call) -> Reply:
-        """Call the method, and return what it returned if this rank reports it."""
-        enter_phase(call.method)
-        begin, result = time.time(), None
+        """Do what is asked for, and return the result if this rank reports it."""
+        enter_phase(phase := PHASES[type(call)])
+        begin, reply = time.time(), Reply()
         meter.start()
-        if call.method == "sync":
-            result = self.sync(**call.arguments)
+        if isinstance(call, Sync):
+            reply = Reply(metrics=self.sync(call.members, call.version, call.verify))
+        elif isinstance(call, Advance):
+            stop = self._has_message if call.stoppable else None
+            answers = self._replicas.advance(call.prompts, call.wanted, call.version, call.sampling, stop, call.apart)
+            reply = Reply(answers={**answers}) if self._leads else reply  # complete on this rank only
         else:
-            stop = {"stop": self._has_message} if call.stoppable else {}
-            found = getattr(self._replicas, call.method)(**call.arguments, **stop)
-            result = found if self._leads else None  # complete on this rank only
-        return Reply(result, [(ACTIVITIES[call.method], begin, time.time())], meter.stop())
+            scores = self._replicas.score(call.shares)
+            reply = Reply(scores={**scores}) if self._leads else reply
+        return replace(reply, spans=[(ACTIVITIES[phase], begin, time.time())], peak_memory=meter.stop())
 
     def close(self) -> None:
         """Shut the engine down."""

@@ -20,20 +20,8 @@ from hybrid3d.ledger import Progress, RankStart, TrainingAttempts
 from hybrid3d.run.oom_recovery import find_out_of_memory
 from hybrid3d.scoring.code import sandbox
 from hybrid3d.watch.heartbeat import STARTING, enter_phase
-from hybrid3d.workers.channel import (
-    Call,
-    Connection,
-    Disconnected,
-    End,
-    Join,
-    Joined,
-    Leave,
-    Leaving,
-    Register,
-    Reply,
-    connect,
-    has_ended,
-)
+from hybrid3d.workers.channel import Connection, Disconnected, connect, has_ended
+from hybrid3d.workers.messages import Call, End, Join, Joined, Leave, Leaving, Register, Reply
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +50,7 @@ class RoleRank(Protocol):
         ...
 
     def call(self, call: Call) -> Reply:
-        """Call the method, and return what it returned if this rank reports it."""
+        """Do what is asked for, and return the result if this rank reports it."""
         ...
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
@@ -25,7 +26,8 @@ from hybrid3d.scoring.pool_client import GRACE_SECONDS
 from hybrid3d.scoring.pool_worker import BATCH_SECONDS
 from hybrid3d.scoring.scorer import Query, Scorer, Scores, ask_all, by_prompt, together
 from hybrid3d.watch.heartbeat import enter_phase
-from hybrid3d.workers.channel import Call, Connection, Reply
+from hybrid3d.workers.channel import Connection
+from hybrid3d.workers.messages import Call, Reply, Score
 from hybrid3d.workers.role_client import RoleClient, WorkerGroup
 
 if TYPE_CHECKING:
@@ -63,18 +65,16 @@ class RewardRank:
         """No rank that trains takes part in what this one does."""
 
     def call(self, call: Call) -> Reply:
-        """Return the `Scores` of answers; on ranks that do not lead their group, None."""
-        assert call.method == "score", call.method
+        """Return the rewards of answers; on ranks that do not lead their group, none."""
+        assert isinstance(call, Score), type(call).__name__
         enter_phase("reward")
         begin = time.time()
         meter.start()
-        scores = self._score(**call.arguments)
+        asks = self._leads or call.scorer == "model"  # all ranks have shards of it
+        scores = self._scorers[call.scorer].score(call.shares[0] if asks else ())
         self.ready = True
-        return Reply(scores if self._leads else None, [("reward", begin, time.time())], meter.stop())
-
-    def _score(self, queries: Sequence[Query], scorer: str) -> Scores:
-        asks = self._leads or scorer == "model"  # all ranks have shards of it
-        return self._scorers[scorer].score(queries if asks else ())
+        spans = [("reward", begin, time.time())]
+        return Reply(scores={0: scores} if self._leads else {}, spans=spans, peak_memory=meter.stop())
 
     def close(self) -> None:
         """End the processes that compute rewards, and destroy the group."""
@@ -122,10 +122,10 @@ class RewardWorkers(RoleClient):
 
         def ask(numbers: Mapping[WorkerGroup, list[int]]) -> Mapping[WorkerGroup, Scores]:
             calls = {
-                group: Call("score", {"queries": [_sent(queries[i], scorer) for i in of_group], "scorer": scorer})
+                group: Score({0: [_sent(queries[i], scorer) for i in of_group]}, scorer)
                 for group, of_group in numbers.items()
             }
-            return {group: scores for group, (scores, *_) in self._receive(self._send(calls)).items()}
+            return {group: first.scores[0] for group, (first, *_) in self._receive(self._send(calls)).items()}
 
         return together(ask_all(self._wait_for_groups, prompts, ask, most))
 
@@ -165,4 +165,6 @@ class WorkerScorer:
 
 def _sent(query: Query, scorer: str) -> Query:
     """Return what a scorer needs of a query."""
-    return query if scorer == "model" else query.text
+    if scorer == "function":
+        return query.text
+    return replace(query, prompt_ids=np.asarray(query.prompt_ids).tolist(), tokens=np.asarray(query.tokens).tolist())

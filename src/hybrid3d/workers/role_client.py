@@ -7,7 +7,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
@@ -18,20 +17,8 @@ from hybrid3d.run.logger import RunLogger
 from hybrid3d.run.memory import Peaks
 from hybrid3d.run.timeline import Span
 from hybrid3d.watch.heartbeat import read_phase
-from hybrid3d.workers.channel import (
-    Call,
-    Connection,
-    Disconnected,
-    End,
-    Join,
-    Joined,
-    Leave,
-    Leaving,
-    Register,
-    Reply,
-    Stop,
-    wait,
-)
+from hybrid3d.workers.channel import Connection, Disconnected, wait
+from hybrid3d.workers.messages import Call, End, Join, Joined, Leave, Leaving, Register, Reply, Stop
 
 
 class WorkerGroup:
@@ -229,9 +216,9 @@ class RoleClient:
 
     def _receive(
         self, sent: Mapping[Connection, tuple[WorkerGroup, int]], stop: Callable[[], bool] | None = None
-    ) -> dict[WorkerGroup, list[Any]]:
+    ) -> dict[WorkerGroup, list[Reply]]:
         """Return the replies to a call of each group that is not lost, by rank; until `stop`, which ends the calls."""
-        waiting, results, stopped = dict(sent), dict[WorkerGroup, dict[int, Any]](), False
+        waiting, results, stopped = dict(sent), dict[WorkerGroup, dict[int, Reply]](), False
         self._awaiting = waiting
         while waiting:
             if stop is not None and not stopped and stop():
@@ -242,14 +229,15 @@ class RoleClient:
             for connection in wait(list(waiting), None if stop is None or stopped else POLL_SECONDS):
                 group, rank = waiting[connection]
                 try:
-                    reply: Reply = connection.receive()
+                    reply = connection.receive()
                 except Disconnected:
                     with self._lock:
                         self._lose(group)
                     del waiting[connection]
                     continue
+                assert isinstance(reply, Reply), "a rank that was called replies"
                 del waiting[connection]
-                results.setdefault(group, {})[rank] = reply.result
+                results.setdefault(group, {})[rank] = reply
                 self._spans[rank] = [*self._spans[rank], *reply.spans][-KEPT_SPANS:]
                 for activity, _, _ in reply.spans if reply.peak_memory else ():
                     peaks = self._peaks.setdefault(rank, {})

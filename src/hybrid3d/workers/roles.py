@@ -8,8 +8,9 @@ from hybrid3d.config import Recipe
 from hybrid3d.run.logger import RunLogger
 from hybrid3d.run.memory import Peaks
 from hybrid3d.run.timeline import Span
-from hybrid3d.workers.channel import Connection, Disconnected, Register, Server
+from hybrid3d.workers.channel import Connection, Disconnected, Server
 from hybrid3d.workers.engines import Engines
+from hybrid3d.workers.messages import Register
 from hybrid3d.workers.reward import RewardWorkers
 from hybrid3d.workers.role_client import RoleClient
 
@@ -36,10 +37,11 @@ class WorkerServer:
 
     def _register(self, connection: Connection) -> None:
         try:
-            register: Register = connection.receive()
+            register = connection.receive()
         except Disconnected:
             connection.close()
             return
+        assert isinstance(register, Register), "what a rank sends first"
         self._roles[self._recipe.role_of(register.rank)].register(connection, register)
 
     def lap_busy_seconds(self) -> dict[str, float]:
