@@ -19,11 +19,12 @@ from hybrid3d.generation.engine import Completion, GenerationRequest, Sampling
 from hybrid3d.generation.replicas import EngineReplicas, NoReplicas
 from hybrid3d.generation.rollouts import PartialRollouts
 from hybrid3d.generation.samples import RolloutBatch
-from hybrid3d.generation.scheduler import Answers, Prompts, Scheduler
+from hybrid3d.generation.scheduler import Answers, Prompt, Prompts, Scheduler
 from hybrid3d.generation.turns import Conversations, Turns
 from hybrid3d.rl.data import Example
 from hybrid3d.scoring.scorer import Query, Scorers, Scores
 from run_ranks import ROOT
+from toys.second_thoughts import AGAIN, SecondThoughts
 
 PROMPTS, ANSWERS, END = 4, 2, 0
 
@@ -449,3 +450,22 @@ def test_waiting_for_replies_ends_with_the_run(alone: dist.ProcessGroup) -> None
     settings = Async(max_staleness=1, partial="continue")
     partial = Scheduler(engine, Prompts(Conversations(turns, waves=False), settings), settings)
     assert partial.advance([], 0, 0, Sampling(), None, gives=True) == Answers()  # a replica that has no prompts
+
+
+def test_toy_continuation_takes_a_second_thought_over_a_sync() -> None:
+    """`toys/second_thoughts.py`: each part of an answer has three tokens, and the second is cut by new weights."""
+    engine = Engine(lambda prompt, answer: 3 if engine.steps <= 3 else 7)
+    settings = Async(partial="continue", max_staleness=1)
+    scheduler = Scheduler(engine, Prompts(SecondThoughts(), settings), settings)  # type: ignore[arg-type]
+    stop = iter([False, False, False, False, True])
+    prompt = Prompt((0, 0), Example(0, "", "", (5,)), [1], 0)
+    first = scheduler.advance([prompt], None, 0, Sampling(), lambda: next(stop), gives=False)
+    assert first is not None
+    assert (first.samples, first.unfinished) == ([], [(0, 0)])
+    engine.version = 1
+    second = scheduler.advance([], 1, 1, Sampling(), None, gives=True)
+    assert second is not None
+    (sample,) = second.samples
+    assert [*sample.tokens] == [100, 100, END, AGAIN, 100, 100, END]
+    assert [*sample.versions] == [0, 0, 0, 0, 0, 0, 1]
+    assert [*sample.loss_mask] == [True, True, True, False, True, True, True]

@@ -1,7 +1,8 @@
 """What a new kind of an interface costs: each toy is one file. A feature that needs more has found a missing interface.
 
 `toys/negated_source.py` is a source and `toys/doubling_sink.py` a sink, between which two ranks sync;
-`toys/vowel_scorer.py` is a scorer, and `toys/margin_loss.py` a policy loss.
+`toys/vowel_scorer.py` is a scorer, and `toys/margin_loss.py` a policy loss. `toys/second_thoughts.py` is a continuation
+of answers, which `tests/generation/test_partial_rollout.py` uses.
 """
 
 from __future__ import annotations
