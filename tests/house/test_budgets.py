@@ -21,7 +21,7 @@ assert SPEC.loader is not None
 structure = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(structure)
 
-FILES, LINES = 356, 57239  # of the package
+FILES, LINES = 356, 57240  # of the package
 LINES_OF_ROOM = {
     "__init__": 10,
     "__main__": 10,
@@ -36,7 +36,7 @@ LINES_OF_ROOM = {
     "families": 1260,
     "generation": 3950,
     "inputs": 1100,
-    "launch": 2320,
+    "launch": 2330,
     "launch_environment": 320,
     "ledger": 120,
     "patches": 260,

@@ -188,6 +188,19 @@ def test_stopped_child_does_not_outlast_its_run(monkeypatch: pytest.MonkeyPatch)
     assert 4.0 < time.monotonic() - begin < SOON
 
 
+def test_failure_of_any_text_reaches_the_next_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a path whose bytes are no text, and with half of a character: both can be in an error's message."""
+    told = list[str]()
+
+    def start(restart_count: int, variables: dict[str, str], *unused: object) -> subprocess.Popen[bytes]:
+        told.append(variables[restarts.FAILURE])
+        return subprocess.Popen(["true"], env=os.environ | variables, stdout=subprocess.PIPE)
+
+    monkeypatch.setattr(restarts, "start_child", start)
+    restarts._run_child(1, "no \udcff, \ud800\0 é", restarts.RunEnd(lambda: None))
+    assert told == ["no \\udcff, \\ud800 é"]
+
+
 def test_child_without_its_parent_ends() -> None:
     """The parent has died while the child was importing, so that the kernel was not yet asked to kill it with it."""
     script = "import time\nfrom hybrid3d.launch.child import this_process\nthis_process()\ntime.sleep(600)"

@@ -161,7 +161,8 @@ def run_with_restarts(folder: RunFolder, role: str, max_restarts: int, run_end: 
 
 def _run_child(restart_count: int, failure: str, run_end: RunEnd) -> tuple[int, bytes, float]:
     """Run the child once; return its exit code, negative for a signal, its states, and the seconds since `READY`."""
-    child = start_child(restart_count, {FAILURE: failure.replace("\0", "")[:MAX_FAILURE_TEXT]}, subprocess.PIPE)
+    told = failure.replace("\0", "")[:MAX_FAILURE_TEXT].encode(errors="backslashreplace").decode()
+    child = start_child(restart_count, {FAILURE: told}, subprocess.PIPE)
     assert child.stdout is not None
     pipe, states, silent, ready_at = child.stdout.fileno(), b"", 0.0, None
     poll, before = select.poll(), time.monotonic()
