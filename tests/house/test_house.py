@@ -26,6 +26,7 @@ SPEC.loader.exec_module(structure)
 MAX_ROOMS = 32
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 70
+MAX_LOOP_STATEMENTS = 25
 
 # What each room of hybrid3d (a package or a module directly below src/hybrid3d) may import of the others, bottom first.
 # A room imports only rooms above its own line, so there is no circle.
@@ -260,6 +261,20 @@ def long_functions(source: str) -> list[tuple[str, int]]:
 def test_files_are_short() -> None:
     lengths = {str(relative(file)): len(file.read_text().splitlines()) for file in FILES}
     assert {name: lines for name, lines in lengths.items() if lines > MAX_FILE_LINES} == {}
+
+
+def test_training_loop_shows_a_step_in_a_few_statements() -> None:
+    """The calls of a step in their order, and no bookkeeping but the log's."""
+    (loop,) = (
+        node for node in ast.walk(ast.parse((PACKAGE / "trainer/rl.py").read_text())) if isinstance(node, ast.While)
+    )
+    inside = [node for statement in loop.body for node in ast.walk(statement)]
+    assert sum(isinstance(node, ast.stmt) for node in inside) <= MAX_LOOP_STATEMENTS
+    called = [ast.unparse(node.func) for node in inside if isinstance(node, ast.Call)]
+    assert [name for name in called if name.partition(".")[0] in ("live", "trainer", "checkpoints")] == [
+        *("live.settings_for_step", "trainer.sync", "trainer.evaluate", "trainer.generate_batch"),
+        *("trainer.make_experience", "trainer.update", "checkpoints.save_if_due"),
+    ]
 
 
 def test_functions_are_short() -> None:
