@@ -21,7 +21,7 @@ assert SPEC.loader is not None
 structure = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(structure)
 
-FILES, LINES = 356, 57240  # of the package
+FILES, LINES = 356, 57326  # of the package
 LINES_OF_ROOM = {
     "__init__": 10,
     "__main__": 10,
@@ -55,9 +55,9 @@ LINES_OF_ROOM = {
     "trainer": 3200,
     "watch": 950,
     "weight_transfer": 1100,
-    "workers": 1460,
+    "workers": 1540,
 }
-IMPORTS = 0.0773  # the share of lines that imports take; 0.065 is aimed at
+IMPORTS = 0.0772  # the share of lines that imports take; 0.065 is aimed at
 NONE = {
     "bench": 34,
     "certify": 13,
@@ -87,7 +87,7 @@ NONE = {
     "trainer": 146,
     "watch": 36,
     "weight_transfer": 5,
-    "workers": 29,
+    "workers": 30,
 }  # comparisons with None by room
 ONE_IMPORTER = 75  # modules that a single other one imports
 

@@ -25,7 +25,7 @@ TOTAL_SECONDS = 1200
 
 
 def start(*arguments: str, folder: Path) -> subprocess.Popen[str]:
-    variables = environment("gpu")
+    variables = {key: value for key, value in environment("gpu").items() if key != "PYTEST_ADDOPTS"}
     variables["PYTHONPATH"] = f"{ROOT / 'tests'}:{variables['PYTHONPATH']}"
     command = [sys.executable, "-m", "pytest", "-c", str(GPU / "pytest.ini"), "--device", "cpu", *arguments]
     return subprocess.Popen(

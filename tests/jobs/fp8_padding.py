@@ -8,9 +8,12 @@ Nothing is computed in FP8: the policy is built without it, and only its batches
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from gpu.one_rank import make_batch
 from hybrid3d import distributed

@@ -49,7 +49,7 @@ class RewardRank(FakeRank):
 
     def reply(self, call: Call) -> Reply:
         assert isinstance(call, Score)
-        (queries,) = call.shares.values()
+        queries = call.shares[0].whole()
         answers = [query.answer for query in queries]
         self.scored.append(answers)
         self.tokens += [query.tokens for query in queries]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 import select
@@ -20,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 
 from fake_ranks import FakeRank, make_store
 from hybrid3d.config import load_recipe
@@ -32,12 +34,27 @@ from hybrid3d.launch.child import this_process
 from hybrid3d.ledger import RankStart
 from hybrid3d.rl.data import Example
 from hybrid3d.run.metrics import StepMetrics
+from hybrid3d.scoring.scorer import Query
 from hybrid3d.sync.elastic import Members
 from hybrid3d.trainer.remote_generator import GenerationAhead
 from hybrid3d.workers import loop, role_client
 from hybrid3d.workers.channel import Connection, Disconnected, Server, connect
 from hybrid3d.workers.engines import Engines
-from hybrid3d.workers.messages import Advance, Call, End, Leave, Register, Reply, Sync
+from hybrid3d.workers.messages import (
+    Advance,
+    Call,
+    End,
+    Join,
+    Leave,
+    Register,
+    Reply,
+    Score,
+    Stop,
+    SyncWeights,
+    WithTexts,
+    decode,
+    encode,
+)
 from hybrid3d.workers.roles import WorkerServer
 
 pytestmark = pytest.mark.engines
@@ -163,7 +180,7 @@ class GenerationRank(FakeRank):
         return type(call) is self.killed_by
 
     def reply(self, call: Call) -> Reply:
-        if isinstance(call, Sync):
+        if isinstance(call, SyncWeights):
             metrics = StepMetrics(sums={"sync/received_bytes": 10})
             return Reply(metrics=metrics, spans=[("sync", 1.0, 2.0)], peak_memory=self.rank)
         assert isinstance(call, Advance)
@@ -172,7 +189,7 @@ class GenerationRank(FakeRank):
                 time.sleep(0.01)
         begin = time.time()
         answers = {number: Answers([answer_to(one) for one in share]) for number, share in call.prompts.items()}
-        return Reply(answers=answers, spans=[("generate", begin, begin + 1)])
+        return replace(Reply.of_answers(answers), spans=[("generate", begin, begin + 1)])
 
     def kill(self, made: Engines) -> None:
         """End this rank, and wait until it is noticed."""
@@ -247,7 +264,7 @@ def test_engines_all_take_part_in_the_first_sync(made: Engines, store: dist.Stor
     assert made.lap_peaks() == {rank: {"sync": rank} for rank in (4, 5, 6, 7)}
     assert made.lap_peaks() == {}
     assert made.confined_by == "rank 7"
-    assert last.calls == [Sync(Members(1, tuple(range(8)), (0, 1)), version=3, verify=True)]
+    assert last.calls == [SyncWeights(Members(1, tuple(range(8)), (0, 1)), version=3, verify=True)]
     assert made.members(4) == Members(1, tuple(range(8)), (0, 1))
     assert made.unchanged(4)
     assert not made.unchanged(2)
@@ -328,7 +345,7 @@ def test_share_of_an_engine_that_is_lost_is_not_answered(made: Engines, store: d
 
 def test_sync_is_done_if_the_remaining_ranks_have_done_it(made: Engines, store: dist.Store) -> None:
     ranks, _ = start_all(made, store)
-    ranks[4].killed_by = Sync
+    ranks[4].killed_by = SyncWeights
     made.begin_sync(made.members(4), 1, verify=False)
     metrics = made.finish_sync()
     assert metrics is not None
@@ -344,7 +361,7 @@ def test_generation_ahead_ends_when_it_is_told(made: Engines, store: dist.Store)
     engine, _ = made._taking_part
     call = Advance({0: [prompt("a")]}, None, 0, Sampling(), stoppable=True)
     replies = made._receive(made._send({engine: call}), lambda: next(asked))
-    assert [answers.samples for answers in replies[engine][0].answers.values()] == [[answer_to(prompt("a"))]]
+    assert [answers.samples for answers in replies[engine][0].whole_answers().values()] == [[answer_to(prompt("a"))]]
     assert made.numbers == [0, 1]
 
 
@@ -460,6 +477,55 @@ def test_connection_without_the_secret_is_not_heard(store: dist.Store) -> None:
     assert not Unpickled.seen  # nor is it for who knows it
     right.close()
     server.close()
+
+
+def test_texts_that_answers_share_are_sent_once() -> None:
+    """With `reward.name: code` a reference is a suite of tests, and each prompt has many answers."""
+    text = "1 + 1 = 2\n" * 20_000
+    samples = [dataclasses.replace(answer_to(prompt(text)), reference=text + "!", reward=float(i)) for i in range(16)]
+    data = encode(Reply.of_answers({3: Answers(samples, failures={"hung": 1})}))
+    assert len(data) < 2.1 * len(text)
+    reply = decode(data)
+    assert isinstance(reply, Reply)
+    found = reply.whole_answers()[3]
+    assert (found.samples, found.failures) == (samples, {"hung": 1})
+    assert (
+        len({id(sample.prompt) for sample in found.samples}) == len({id(one.reference) for one in found.samples}) == 1
+    )
+    queries = [Query(f"{i}", text, "", i, (1, 2), (3,)) for i in range(16)]
+    data = encode(Score({0: WithTexts.of(queries)}, "model"))
+    assert len(data) < 1.1 * len(text)
+    asked = decode(data)
+    assert isinstance(asked, Score)
+    for one, sent in zip(asked.shares[0].whole(), queries, strict=True):
+        assert [*one.prompt_ids, *one.tokens] == [1, 2, 3]
+        assert (one.answer, one.reference, one.row) == (sent.answer, text, sent.row)
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x91" * 10_000, encode(Stop()), encode(Join(1))[:-1]])
+def test_rank_that_sends_no_message_is_lost_with_its_engine(
+    made: Engines, store: dist.Store, data: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether as a reply, before it has joined, or as the first that it sends."""
+    ranks, _ = start_all(made, store)
+    ranks[6].connection.send(data)
+    assert made.advance({1: []}, None, 0, Sampling(), apart=True) == {}
+    assert made.numbers == [0]
+    waiting = connect(store, 0, lambda: False)
+    assert waiting is not None
+    waiting.send(Register(6))
+    GenerationRank(7, store)
+    assert isinstance(waiting.receive(), Join)
+    waiting.send(data)
+    engine = made._groups[1]
+    while engine is not None and not engine.lost:
+        made._refresh()
+    first = connect(store, 0, lambda: False)
+    assert first is not None
+    first.send(data)
+    with pytest.raises(Disconnected):
+        first.receive()
+    assert len([one for one in caplog.records if "a connection is ended: " in one.getMessage()]) == 3
 
 
 def test_process_between_two_ranks_is_not_heard(store: dist.Store) -> None:

@@ -80,6 +80,7 @@ class StepMetrics:
         replicated: equal on every rank that has it.
     """
 
+    # An integer stays one between processes, and in the files that it is written to
     sums: dict[str, int | float] = field(default_factory=dict)
     maxima: dict[str, int | float] = field(default_factory=dict)
     replicated: dict[str, int | float] = field(default_factory=dict)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import numpy as np
 
@@ -14,20 +14,18 @@ from hybrid3d.scoring.functions import unusable
 Owner = TypeVar("Owner", bound=Hashable)
 T = TypeVar("T")
 
-if TYPE_CHECKING:
-    Tokens: TypeAlias = "Sequence[int] | np.ndarray[Any, np.dtype[Any]]"
-else:
-    Tokens = Sequence[int]  # as another process gets them
+Tokens: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+NO_TOKENS = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, eq=False)
 class Query:
-    """One answer to score.
+    """One answer to score. Tokens of another type are converted.
 
     Attributes:
         answer, reference, prompt: texts, which functions read; the answer of an agent is that of its last branch.
         row: of the prompt in its file; None where it is not known.
-        prompt_ids, tokens: of prompt and answer, which models read.
+        prompt_ids, tokens: int32, of prompt and answer, which models read.
         prompt_number: equal for answers to one prompt, which are in a row and are scored together, as a batched
             function may compare them.
         given: the reward that an agent has given; None: it is to be computed.
@@ -37,15 +35,19 @@ class Query:
     reference: str
     prompt: str
     row: int | None = None
-    prompt_ids: Tokens = ()
-    tokens: Tokens = ()
+    prompt_ids: Tokens = field(default_factory=lambda: NO_TOKENS)
+    tokens: Tokens = field(default_factory=lambda: NO_TOKENS)
     prompt_number: int = 0
     given: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_ids", "tokens"):
+            object.__setattr__(self, name, np.asarray(getattr(self, name), np.int32))
 
     @property
     def text(self) -> Query:
         """The query without tokens: what is sent to a function."""
-        return replace(self, prompt_ids=(), tokens=())
+        return replace(self, prompt_ids=NO_TOKENS, tokens=NO_TOKENS)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import connection
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
@@ -29,6 +30,8 @@ from hybrid3d.distributed import LostPeer
 from hybrid3d.workers.messages import Message, decode, encode
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _ENDED = "roles/ended"  # key of the store
 CONNECT_TIMEOUT = timedelta(minutes=1)
@@ -47,7 +50,7 @@ TCP_OPTIONS = (
 
 
 class Disconnected(LostPeer):
-    """The process at the other end has closed the connection, or has exited."""
+    """The process at the other end has closed the connection, has exited, or has sent what is no message."""
 
 
 class NotOfThisRun(ConnectionError):
@@ -118,14 +121,15 @@ class Connection:
         self._socket = of_socket  # kept, as another thread may disconnect while one receives
         self._messages = connection.Connection(os.dup(of_socket.fileno()))
 
-    def send(self, message: Message) -> None:
-        """Send a message.
+    def send(self, message: Message | bytes) -> None:
+        """Send a message, which may be encoded already.
 
         Raises:
             Disconnected: the other end does not receive.
         """
+        data = message if isinstance(message, bytes) else encode(message)
         try:
-            self._messages.send_bytes(encode(message))
+            self._messages.send_bytes(data)
         except OSError as error:
             raise Disconnected(str(error)) from error
 
@@ -140,7 +144,24 @@ class Connection:
         except (EOFError, OSError) as error:
             raise Disconnected(str(error)) from error
         except ValueError as error:
-            raise Disconnected(f"what came is no message: {error}") from error
+            raise self._refuse(f"what came is no message: {error}") from error
+
+    def receive_a(self, kind: type[T]) -> T:
+        """Wait for a message of this kind and return it.
+
+        Raises:
+            Disconnected: as for `receive`, or it is another one.
+        """
+        message = self.receive()
+        if not isinstance(message, kind):
+            raise self._refuse(f"{type(message).__name__} came instead of {kind.__name__}")
+        return message
+
+    def _refuse(self, why: str) -> Disconnected:
+        """End the connection, as the other end does not keep to what was agreed; return the error to raise."""
+        logger.error("a connection%s is ended: %s", "" if self._peer is None else f" to rank {self._peer}", why)
+        self.disconnect()
+        return Disconnected(why)
 
     def awaited(self) -> tuple[str, Sequence[int]] | None:
         """Return what `receive` waits for, and the rank at the other end; any thread may call it."""

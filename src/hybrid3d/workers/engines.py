@@ -17,7 +17,7 @@ from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.scoring.scorer import Query, Scores
 from hybrid3d.sync.elastic import Members, tell_lost
 from hybrid3d.workers.channel import Connection, Disconnected
-from hybrid3d.workers.messages import Advance, Call, Leave, Reply, Score, Sync
+from hybrid3d.workers.messages import Advance, Call, Leave, Reply, Score, SyncWeights, WithTexts
 from hybrid3d.workers.role_client import RoleClient, WorkerGroup
 
 T = TypeVar("T")
@@ -116,7 +116,7 @@ class Engines(RoleClient):
 
     def begin_sync(self, members: Members, version: int, verify: bool) -> None:
         """Have the engines that are left take part in a sync, which begins."""
-        call = Sync(members, version, verify)
+        call = SyncWeights(members, version, verify)
         self._syncing = self._send(dict.fromkeys(self._generating(), call))
 
     def finish_sync(self) -> StepMetrics | None:
@@ -160,12 +160,12 @@ class Engines(RoleClient):
             own = None if wanted is None else self._own(engine, wanted)
             of_engine = {number: [*some] for number, some in self._own(engine, prompts).items()}
             calls[engine] = Advance(of_engine, own, version, sampling, apart, stoppable=stop is not None)
-        return self._by_replica({engine: reply.answers for engine, reply in self._first(calls, stop).items()})
+        return self._by_replica({engine: reply.whole_answers() for engine, reply in self._first(calls, stop).items()})
 
     def score(self, shares: Mapping[int, Sequence[Query]]) -> Mapping[int, Scores]:
         calls: dict[WorkerGroup, Call] = {}
         for engine in self._generating():
-            calls[engine] = Score({number: [*some] for number, some in self._own(engine, shares).items()})
+            calls[engine] = Score({number: WithTexts.of(some) for number, some in self._own(engine, shares).items()})
         return self._by_replica({engine: reply.scores for engine, reply in self._first(calls).items()})
 
     def _first(
@@ -180,5 +180,6 @@ class Engines(RoleClient):
         return {number % k: value for number, value in values.items() if number // k == engine.number}
 
     def _by_replica(self, found: Mapping[WorkerGroup, Mapping[int, T]]) -> dict[int, T]:
+        """Return what engines have given for their replicas, by the numbers of these."""
         k = self._per_engine
         return {engine.number * k + i: value for engine, of in found.items() for i, value in of.items()}

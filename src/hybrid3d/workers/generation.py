@@ -17,16 +17,19 @@ from hybrid3d.process import new_engine_name, set_shared_memory_prefix
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.run.memory import meter
 from hybrid3d.run.metrics import StepMetrics
-from hybrid3d.sync import Sync as WeightsSync
-from hybrid3d.sync import policy_sync
+from hybrid3d.sync import Sync, policy_sync
 from hybrid3d.sync.elastic import ElasticSync, Members
 from hybrid3d.watch.heartbeat import enter_phase
 from hybrid3d.watch.work_meter import record as work_record
 from hybrid3d.workers.channel import Connection
-from hybrid3d.workers.messages import Advance, Call, Reply, Score, Sync
+from hybrid3d.workers.messages import Advance, Call, Reply, Score, SyncWeights
 
-PHASES: dict[type[Call], str] = {Sync: "sync", Advance: "advance", Score: "score"}
-ACTIVITIES = {"sync": "sync", "advance": "generate", "score": "generate"}
+# The phase of each call, and what its rank is busy with meanwhile
+CALLS: dict[type[Call], tuple[str, str]] = {
+    SyncWeights: ("sync", "sync"),
+    Advance: ("advance", "generate"),
+    Score: ("score", "generate"),
+}
 
 
 class GenerationRank:
@@ -55,7 +58,7 @@ class GenerationRank:
         work_record.generates(self._engine.rank_in_replica, lambda: self._engine.generated)
         self._replicas = EngineReplicas(recipe, self._engine, read_tokenizer(recipe), group, receivers=[0])
 
-        def make_sync(everyone: dist.ProcessGroup, weights: dist.ProcessGroup, ranks: tuple[int, ...]) -> WeightsSync:
+        def make_sync(everyone: dist.ProcessGroup, weights: dist.ProcessGroup, ranks: tuple[int, ...]) -> Sync:
             return policy_sync(recipe, everyone, engine=self._engine, transport_group=weights, ranks=ranks)
 
         self._sync = ElasticSync(store, make_sync)
@@ -82,19 +85,22 @@ class GenerationRank:
 
     def call(self, call: Call) -> Reply:
         """Do what is asked for, and return the result if this rank reports it."""
-        enter_phase(phase := PHASES[type(call)])
+        phase, activity = CALLS[type(call)]
+        enter_phase(phase)
         begin, reply = time.time(), Reply()
         meter.start()
-        if isinstance(call, Sync):
+        if isinstance(call, SyncWeights):
             reply = Reply(metrics=self.sync(call.members, call.version, call.verify))
         elif isinstance(call, Advance):
             stop = self._has_message if call.stoppable else None
             answers = self._replicas.advance(call.prompts, call.wanted, call.version, call.sampling, stop, call.apart)
-            reply = Reply(answers={**answers}) if self._leads else reply  # complete on this rank only
+            if self._leads:  # what the other ranks have is not complete
+                reply = Reply.of_answers(answers)
         else:
-            scores = self._replicas.score(call.shares)
-            reply = Reply(scores={**scores}) if self._leads else reply
-        return replace(reply, spans=[(ACTIVITIES[phase], begin, time.time())], peak_memory=meter.stop())
+            scores = self._replicas.score({number: share.whole() for number, share in call.shares.items()})
+            if self._leads:
+                reply = Reply(scores={**scores})
+        return replace(reply, spans=[(activity, begin, time.time())], peak_memory=meter.stop())
 
     def close(self) -> None:
         """Shut the engine down."""

@@ -21,7 +21,7 @@ from hybrid3d.run.oom_recovery import find_out_of_memory
 from hybrid3d.scoring.code import sandbox
 from hybrid3d.watch.heartbeat import STARTING, enter_phase
 from hybrid3d.workers.channel import Connection, Disconnected, connect, has_ended
-from hybrid3d.workers.messages import Call, End, Join, Joined, Leave, Leaving, Register, Reply
+from hybrid3d.workers.messages import Call, End, Join, Joined, Leave, Leaving, Register, Reply, Stop
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +136,8 @@ class WorkerLoop:
                     self._progress.tell(State.READY)
             elif isinstance(message, Join):
                 self._join(message, connection)
+            else:
+                assert isinstance(message, Stop), f"{type(message).__name__} is nothing that a rank is asked for"
         self._asked_to_exit = True
         self._progress.tell(State.LEAVING if isinstance(message, Leave) else State.ENDING)
 

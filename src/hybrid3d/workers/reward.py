@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
@@ -27,7 +26,7 @@ from hybrid3d.scoring.pool_worker import BATCH_SECONDS
 from hybrid3d.scoring.scorer import Query, Scorer, Scores, ask_all, by_prompt, together
 from hybrid3d.watch.heartbeat import enter_phase
 from hybrid3d.workers.channel import Connection
-from hybrid3d.workers.messages import Call, Reply, Score
+from hybrid3d.workers.messages import Call, Reply, Score, WithTexts
 from hybrid3d.workers.role_client import RoleClient, WorkerGroup
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ class RewardRank:
         begin = time.time()
         meter.start()
         asks = self._leads or call.scorer == "model"  # all ranks have shards of it
-        scores = self._scorers[call.scorer].score(call.shares[0] if asks else ())
+        scores = self._scorers[call.scorer].score(call.shares[0].whole() if asks else ())
         self.ready = True
         spans = [("reward", begin, time.time())]
         return Reply(scores={0: scores} if self._leads else {}, spans=spans, peak_memory=meter.stop())
@@ -122,7 +121,7 @@ class RewardWorkers(RoleClient):
 
         def ask(numbers: Mapping[WorkerGroup, list[int]]) -> Mapping[WorkerGroup, Scores]:
             calls = {
-                group: Score({0: [_sent(queries[i], scorer) for i in of_group]}, scorer)
+                group: Score({0: WithTexts.of([_sent(queries[i], scorer) for i in of_group])}, scorer)
                 for group, of_group in numbers.items()
             }
             return {group: first.scores[0] for group, (first, *_) in self._receive(self._send(calls)).items()}
@@ -165,6 +164,4 @@ class WorkerScorer:
 
 def _sent(query: Query, scorer: str) -> Query:
     """Return what a scorer needs of a query."""
-    if scorer == "function":
-        return query.text
-    return replace(query, prompt_ids=np.asarray(query.prompt_ids).tolist(), tokens=np.asarray(query.tokens).tolist())
+    return query if scorer == "model" else query.text

@@ -18,7 +18,7 @@ from hybrid3d.run.memory import Peaks
 from hybrid3d.run.timeline import Span
 from hybrid3d.watch.heartbeat import read_phase
 from hybrid3d.workers.channel import Connection, Disconnected, wait
-from hybrid3d.workers.messages import Call, End, Join, Joined, Leave, Leaving, Register, Reply, Stop
+from hybrid3d.workers.messages import Call, End, Join, Joined, Leave, Leaving, Register, Reply, Stop, encode
 
 
 class WorkerGroup:
@@ -167,7 +167,7 @@ class RoleClient:
             starting = [one for one in group.connections.values() if one not in group.started]
             for connection in wait(starting, 0.0):
                 with suppress(Disconnected):  # then its thread loses the group
-                    assert isinstance(connection.receive(), Joined), "all else is received by who asked for it"
+                    connection.receive_a(Joined)  # all else is received by who asked for it
                     group.started.add(connection)
         with self._lock:
             ready = self._ready()
@@ -206,12 +206,12 @@ class RoleClient:
 
     def _send(self, calls: Mapping[WorkerGroup, Call]) -> dict[Connection, tuple[WorkerGroup, int]]:
         """Send calls to all ranks of groups; return the connections that will reply, with their group and rank."""
-        sent = {}
-        for group, call in calls.items():
+        sent, encoded = {}, {group: encode(call) for group, call in calls.items()}  # all of them, or none is sent
+        for group, data in encoded.items():
             for rank, connection in group.connections.items():
                 sent[connection] = group, rank
                 with suppress(Disconnected):  # noticed when the reply is received
-                    connection.send(call)
+                    connection.send(data)
         return sent
 
     def _receive(
@@ -229,13 +229,12 @@ class RoleClient:
             for connection in wait(list(waiting), None if stop is None or stopped else POLL_SECONDS):
                 group, rank = waiting[connection]
                 try:
-                    reply = connection.receive()
+                    reply = connection.receive_a(Reply)
                 except Disconnected:
                     with self._lock:
                         self._lose(group)
                     del waiting[connection]
                     continue
-                assert isinstance(reply, Reply), "a rank that was called replies"
                 del waiting[connection]
                 results.setdefault(group, {})[rank] = reply
                 self._spans[rank] = [*self._spans[rank], *reply.spans][-KEPT_SPANS:]
@@ -295,6 +294,6 @@ class RoleClient:
         while waiting and time.monotonic() < end:
             for connection in wait(list(waiting), POLL_SECONDS):
                 try:
-                    assert isinstance(connection.receive(), Leaving), "no call is waiting for its reply"
+                    connection.receive_a(Leaving)
                 except Disconnected:
                     waiting.remove(connection)

@@ -37,11 +37,10 @@ class WorkerServer:
 
     def _register(self, connection: Connection) -> None:
         try:
-            register = connection.receive()
+            register = connection.receive_a(Register)
         except Disconnected:
             connection.close()
             return
-        assert isinstance(register, Register), "what a rank sends first"
         self._roles[self._recipe.role_of(register.rank)].register(connection, register)
 
     def lap_busy_seconds(self) -> dict[str, float]:
