@@ -197,6 +197,7 @@ def test_failure_of_any_text_reaches_the_next_process(monkeypatch: pytest.Monkey
         return subprocess.Popen(["true"], env=os.environ | variables, stdout=subprocess.PIPE)
 
     monkeypatch.setattr(restarts, "start_child", start)
+    monkeypatch.setattr(restarts, "kill_descendants", lambda: None)  # the servers of warm processes are some
     restarts._run_child(1, "no \udcff, \ud800\0 é", restarts.RunEnd(lambda: None))
     assert told == ["no \\udcff, \\ud800 é"]
 
