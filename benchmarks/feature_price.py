@@ -18,7 +18,7 @@ PACKAGE = "src/hybrid3d/"
 def price(commit: str) -> str:
     """Return a row: files and packages that a commit has touched, its lines more and less, and its subject."""
     command = ["git", "show", "--numstat", "--no-renames", "--format=%h %s", commit, "--", PACKAGE]
-    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, encoding="utf-8")
     subject, *rows = filter(None, done.stdout.splitlines())
     changes = [row.split("\t") for row in rows]
     names = [name.removeprefix(PACKAGE) for _, _, name in changes if name.endswith(".py")]
