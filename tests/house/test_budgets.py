@@ -21,7 +21,7 @@ assert SPEC.loader is not None
 structure = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(structure)
 
-FILES, LINES = 356, 57326  # of the package
+FILES, LINES = 356, 57334  # of the package
 LINES_OF_ROOM = {
     "__init__": 10,
     "__main__": 10,
@@ -52,7 +52,7 @@ LINES_OF_ROOM = {
     "storage": 710,
     "sync": 1180,
     "train": 4790,
-    "trainer": 3200,
+    "trainer": 3210,
     "watch": 950,
     "weight_transfer": 1100,
     "workers": 1540,
@@ -84,7 +84,7 @@ NONE = {
     "storage": 3,
     "sync": 4,
     "train": 98,
-    "trainer": 146,
+    "trainer": 144,
     "watch": 36,
     "weight_transfer": 5,
     "workers": 30,

@@ -40,7 +40,7 @@ from hybrid3d.trainer.models import Models
 from hybrid3d.trainer.rl import train_rl
 from hybrid3d.trainer.step_log import StepLog
 from hybrid3d.trainer.step_recorder import StepRecorder
-from hybrid3d.trainer.trainer import Trainer
+from hybrid3d.trainer.trainer import GeneratorInputs, Trainer
 
 INTEGERS = {2: torch.int16, 4: torch.int32}
 
@@ -51,7 +51,7 @@ class MadeUpSamples:
     shares_devices = False
     activities: Mapping[str, str] = MappingProxyType({})
 
-    def __init__(self, policy: Any, tokenizer: Any, train: Any, held_out: Any, overlaps: bool):
+    def __init__(self, inputs: GeneratorInputs):
         pass
 
     def sync(self, version: int, recipe: Recipe) -> SyncReport:

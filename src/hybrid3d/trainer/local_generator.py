@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch.distributed as dist
 
@@ -17,14 +16,14 @@ from hybrid3d.generation.rollouts import make_rollouts
 from hybrid3d.generation.samples import RolloutBatch
 from hybrid3d.process import new_engine_name
 from hybrid3d.reshard.move.device import device
-from hybrid3d.rl.data import PromptData
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.run.memory import meter
 from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.run.progress import Progress
 from hybrid3d.sync import SyncReport, policy_sync
-from hybrid3d.train.trained_model import BucketHook, PolicyModel
+from hybrid3d.train.trained_model import BucketHook
 from hybrid3d.trainer.scorers import make_scorers
+from hybrid3d.trainer.trainer import GeneratorInputs
 from hybrid3d.watch.work_meter import record as work_record
 from hybrid3d.workers.roles import WorkerServer
 
@@ -42,36 +41,33 @@ class LocalGenerator:
 
     def __init__(
         self,
-        policy: PolicyModel,
-        tokenizer: Any,
-        train: PromptData,
-        held_out: Mapping[str, PromptData],
-        overlaps: bool,
+        inputs: GeneratorInputs,
         recipe: Recipe,
         group: dist.ProcessGroup,
         slots: Sequence[int],
         workers: WorkerServer | None = None,
         start: int = 0,
     ):
-        """Make a generator; the first arguments are those of `MakeGenerator`.
-
+        """
         Args:
             slots: the slot of each rank in the rollout layout.
             workers: on the first rank, the ranks that do not train, if there are any.
             start: number of this start of these ranks.
         """
-        self._policy, self._overlaps = policy, overlaps
-        policy.offload(recipe.train)  # vLLM sizes its memory by what is free when it starts
+        self._policy, self._overlaps = inputs.policy, inputs.overlaps
+        inputs.policy.offload(recipe.train)  # vLLM sizes its memory by what is free when it starts
         weights = weights_group(group, device())  # not later, for the same reason
         dist.barrier(group)  # ranks read the model at different speeds, and vLLM's start has collectives on GPUs
         self._engine = RolloutEngine(recipe, group.rank(), new_engine_name(distributed.run_id(), 0, start), slots)
         meter.asleep = self._engine.asleep_bytes
         work_record.generates(self._engine.rank_in_replica, lambda: self._engine.generated)
-        self._sync = policy_sync(recipe, group, policy, self._engine, overlaps=overlaps, transport_group=weights)
-        self._replicas = EngineReplicas(recipe, self._engine, tokenizer, group)
+        self._sync = policy_sync(
+            recipe, group, inputs.policy, self._engine, overlaps=inputs.overlaps, transport_group=weights
+        )
+        self._replicas = EngineReplicas(recipe, self._engine, inputs.tokenizer, group)
         reward_workers = None if workers is None else workers.reward_workers
         scorers = make_scorers(recipe, self._replicas, reward_workers, group)
-        self._rollouts = make_rollouts(recipe, self._replicas, scorers, train, held_out)
+        self._rollouts = make_rollouts(recipe, self._replicas, scorers, inputs.train, inputs.held_out)
 
     def sync(self, version: int, recipe: Recipe) -> SyncReport:
         if self._sync.in_progress == version:

@@ -6,7 +6,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
@@ -18,15 +18,15 @@ from hybrid3d.generation.evaluation import EvalResult
 from hybrid3d.generation.replicas import NoReplicas
 from hybrid3d.generation.rollouts import FailedRewards, PartialRollouts, Rollouts, make_rollouts
 from hybrid3d.generation.samples import RolloutBatch, held_samples
-from hybrid3d.rl.data import PromptData
 from hybrid3d.run.logger import RunLogger
 from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.run.progress import Progress
 from hybrid3d.scoring.code import sandbox
 from hybrid3d.sync import Sync, SyncReport, policy_sync
 from hybrid3d.sync.elastic import ElasticSync, Members
-from hybrid3d.train.trained_model import BucketHook, PolicyModel
+from hybrid3d.train.trained_model import BucketHook
 from hybrid3d.trainer.scorers import make_scorers
+from hybrid3d.trainer.trainer import GeneratorInputs
 from hybrid3d.workers.engines import Engines
 from hybrid3d.workers.roles import WorkerServer
 
@@ -111,32 +111,29 @@ class RemoteGenerator:
 
     def __init__(
         self,
-        policy: PolicyModel,
-        tokenizer: Any,
-        train: PromptData,
-        held_out: Mapping[str, PromptData],
-        overlaps: bool,
+        inputs: GeneratorInputs,
         recipe: Recipe,
         group: dist.ProcessGroup,
         store: Store,
         record: RunLogger,
         workers: WorkerServer | None,
     ):
-        """Make a generator; the first arguments are those of `MakeGenerator`.
-
+        """
         Args:
             group: the ranks that train; the default group.
             workers: on the first rank, the ranks that do not train.
         """
-        self._group, self._record, self._overlaps = group, record, overlaps
+        self._group, self._record, self._overlaps = group, record, inputs.overlaps
         self._engines = None if workers is None else workers.engines
         if workers is not None and self._engines is not None:
             scorers = make_scorers(recipe, self._engines, workers.reward_workers, None)
-            self._rollouts = make_rollouts(recipe, self._engines, scorers, train, held_out)
+            self._rollouts = make_rollouts(recipe, self._engines, scorers, inputs.train, inputs.held_out)
             self._ahead = GenerationAhead(self._rollouts)
 
         def make_sync(everyone: dist.ProcessGroup, weights: dist.ProcessGroup, ranks: tuple[int, ...]) -> Sync:
-            return policy_sync(recipe, everyone, policy, overlaps=overlaps, transport_group=weights, ranks=ranks)
+            return policy_sync(
+                recipe, everyone, inputs.policy, overlaps=inputs.overlaps, transport_group=weights, ranks=ranks
+            )
 
         self._sync = ElasticSync(store, make_sync)
         self._begun: Members | None = None  # of a sync that has begun during an update

@@ -47,7 +47,8 @@ class StepLog:
     def begin(self, step: int, recipe: Recipe) -> None:
         """Begin a step, with its settings."""
         work_record.begin_step(step)
-        self._step, self._recipe = step, recipe
+        assert recipe.rollout is not None, "checked when the recipe was read"
+        self._step, self._recipe, self._rollout = step, recipe, recipe.rollout
         self._timer, self._row = PhaseTimer(self._trainer.activities), dict[str, float](step=step)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
@@ -77,8 +78,7 @@ class StepLog:
             Both as the update needs them: the samples, which all ranks have, are kept where they are written.
         """
         with self._timer("train"):
-            assert self._recipe.rollout is not None, "checked when the recipe was read"
-            self._row |= batch.metrics(experience.samples, self._recipe.rollout, self._step)
+            self._row |= batch.metrics(experience.samples, self._rollout, self._step)
             self._tokens = sum(len(sample.prompt_ids) + len(sample.tokens) for sample in experience.samples)
         self._recorder.begin(self._step, self._recipe, self._trainer.progress, self._timer)
         if self._group.rank() and not self._recorder.is_recording:
@@ -138,8 +138,7 @@ class StepLog:
 
     def _tell_of_truncation(self) -> None:
         """Tell, once, that samples are of a part of the tokens only, which training does not know of."""
-        assert self._recipe.rollout is not None, "checked when the recipe was read"
-        truncations = self._recipe.rollout.truncations
+        truncations = self._rollout.truncations
         if truncations and not self._told_truncated:
             settings = ", ".join(f"rollout.{key}={value:g}" for key, value in truncations.items())
             message = (
@@ -154,8 +153,7 @@ class StepLog:
 
         Training has the probabilities of all samples at the step's temperature.
         """
-        assert self._recipe.rollout is not None, "checked when the recipe was read"
-        before, now = self._temperature, self._recipe.rollout.temperature
+        before, now = self._temperature, self._rollout.temperature
         self._temperature = now
         step, staleness = self._step, self._recipe.async_.max_staleness
         if staleness and before not in (None, now):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -96,8 +97,23 @@ class Generator(Protocol):
         ...
 
 
-MakeGenerator: TypeAlias = Callable[[PolicyModel, Any, PromptData, Mapping[str, PromptData], bool], Generator]
-"""Makes a generator from the policy, its tokenizer, the prompts, those held out, and whether syncs overlap updates."""
+@dataclass(frozen=True)
+class GeneratorInputs:
+    """What a generator gets of the trainer.
+
+    Attributes:
+        train, held_out: the prompts, the latter by the names of their files.
+        overlaps: whether syncs begin during updates.
+    """
+
+    policy: PolicyModel
+    tokenizer: Any
+    train: PromptData
+    held_out: Mapping[str, PromptData]
+    overlaps: bool
+
+
+MakeGenerator: TypeAlias = Callable[[GeneratorInputs], Generator]
 
 
 class Trainer:
@@ -137,7 +153,8 @@ class Trainer:
             training.load_weights({"policy": self._policy}, weights_of, group)
         work_record.trains(recipe, group.rank())
         overlaps = guard is not None and recipe.overlaps_sync
-        self._generator = make_generator(self._policy, tokenizer, self.train, self.held_out, overlaps)
+        inputs = GeneratorInputs(self._policy, tokenizer, self.train, self.held_out, overlaps)
+        self._generator = make_generator(inputs)
         self.activities = self._generator.activities
         self.models: Models | None = None
         if guard is not None:
