@@ -61,6 +61,7 @@ def main() -> None:
             assert torch.equal(here, there), f"{name} differs"
             assert checksum(here) == checksum(there)
     print(f"rank {rank}: bit for bit equal")
+    dist.barrier()  # those that are late may still receive from this rank
     dist.destroy_process_group()
 
 

@@ -64,7 +64,6 @@ __all__ = [
     "start_roles",
     "under_launcher",
     "unpickled",
-    "wait_for_all",
     "weights_group",
     "world_size",
 ]
@@ -126,13 +125,6 @@ def start_roles(store: Store, roles: Mapping[str, range]) -> RoleGroups:
         for name in ("everyone", "weights")
     )
     return RoleGroups(own, everyone, weights, PrefixStore("roles", store))
-
-
-def wait_for_all(store: Store, rank: int, ranks: int) -> None:
-    """Let rank 0, whose process may have the store, wait until all ranks have shut their engines down."""
-    store.set(f"closed/{rank}", "")
-    if rank == 0:
-        store.wait([f"closed/{other}" for other in range(ranks)])
 
 
 def start_among(ranks: Sequence[int], name: str, store: Store) -> dist.ProcessGroup:

@@ -1,17 +1,18 @@
-"""The start of a rank, and how often the ranks that train have been started and how they ended, by the store.
+"""What the ranks of a run tell each other by its store: who is alive, waits, was lost, and how starts have ended.
 
-Each start has a number, from 0. All of these ranks end when one of them is lost, and the next start has all of them.
+No other module names keys of that store, but `launch/rendezvous.py`, by which the ranks meet. A function that reads
+what may not have been told returns nothing, or an empty text; all raise `DistError` where the store is gone.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from rich.console import Console
@@ -59,6 +60,9 @@ class RankStart:
 
 class TrainingAttempts:
     """The starts of the ranks that train, in a run in which they are started again.
+
+    Each start has a number, from 0. All of these ranks end when one of them is lost, and the next start has all of
+    them.
 
     Attributes:
         poll_seconds: the time between two reads of the store by each rank.
@@ -116,3 +120,148 @@ class TrainingAttempts:
         while not (met := condition()) and time.monotonic() < end:
             time.sleep(self.poll_seconds)
         return met
+
+
+# What ranks agree on
+
+
+def share(store: Store, rank: int, name: str, make: Callable[[], Any], wait: timedelta | None = None) -> Any:
+    """Return on every rank what rank 0 makes, as JSON holds it; `wait` is for how long the others do."""
+    key = f"shared/{name}"
+    if rank == 0:
+        store.set(key, json.dumps(make()))
+    elif wait is not None:
+        store.wait([key], wait)
+    return json.loads(store.get(key))
+
+
+def gather(store: Store, rank: int, ranks: int, name: str, value: Any) -> list[Any]:
+    """Return on rank 0 what each rank gives, by rank, as JSON holds it; nothing on the others."""
+    store.set(f"gathered/{name}/{rank}", json.dumps(value))
+    return [json.loads(store.get(f"gathered/{name}/{other}")) for other in range(ranks)] if rank == 0 else []
+
+
+def wait_for_all(store: Store, rank: int, ranks: int) -> None:
+    """Let rank 0, whose process may have the store, wait until all ranks have shut their engines down."""
+    store.set(f"closed/{rank}", "")
+    if rank == 0:
+        store.wait([f"closed/{other}" for other in range(ranks)])
+
+
+# Who is alive, and who stands (`watch/`)
+
+
+def tell_beat(store: Store, rank: int, beat: str) -> None:
+    """Tell that a rank is alive, and what it does."""
+    store.set(f"beat/{rank}", beat)
+
+
+def read_beat(store: Store, rank: int) -> str:
+    """Return a rank's last beat."""
+    return _read(store, f"beat/{rank}")
+
+
+def forget_beat(store: Store, rank: int) -> None:
+    """Let a rank, whose process has ended, be one that has not started."""
+    store.delete_key(f"beat/{rank}")
+
+
+def tell_standstill(store: Store, rank: int, standstill: str | None) -> None:
+    """Tell where a rank stands, or with None that it does not."""
+    if standstill is None:
+        store.delete_key(f"standstill/{rank}")
+    else:
+        store.set(f"standstill/{rank}", standstill)
+        store.add("standstill/told", 1)
+
+
+def read_standstill(store: Store, rank: int) -> str:
+    """Return where a rank stands."""
+    return _read(store, f"standstill/{rank}")
+
+
+def count_standstills(store: Store) -> int:
+    """Return how often ranks have told that they stand."""
+    return int(store.add("standstill/told", 0))
+
+
+def tell_all_stand(store: Store, all_stand: bool) -> None:
+    """Tell whether all ranks stand."""
+    if all_stand:
+        store.set("standstill/all", "")
+    else:
+        store.delete_key("standstill/all")
+
+
+def do_all_stand(store: Store) -> bool:
+    """Return whether all ranks stand."""
+    return bool(store.check(["standstill/all"]))
+
+
+def tell_work(store: Store, rank: int, work: str) -> None:
+    """Tell what a rank has done in its last steps."""
+    store.set(f"work/{rank}", work)
+
+
+def read_works(store: Store, ranks: Iterable[int]) -> dict[int, str]:
+    """Return what ranks have done, by rank, of those that have told."""
+    return {rank: work for rank in ranks if (work := _read(store, f"work/{rank}"))}
+
+
+# Who takes part in a sync (`sync/elastic.py`): an epoch is an attempt to create process groups of its members
+
+
+def next_epoch(store: Store) -> int:
+    """Return the number of a new epoch."""
+    return int(store.add("sync/epochs", 1))
+
+
+def tell_lost(store: Store, epoch: int) -> None:
+    """Let the members of this epoch know that one of them is lost."""
+    store.set(f"lost/{epoch}", "")
+
+
+def is_lost(store: Store, epoch: int) -> bool:
+    """Return whether a member of this epoch is lost."""
+    return bool(store.check([f"lost/{epoch}"]))
+
+
+def arrive(store: Store, epoch: int, members: int = 1) -> int:
+    """Add so many members, or none, to those that have arrived; return how many have."""
+    return int(store.add(f"arrived/{epoch}", members))
+
+
+# Where the ranks that do not train find the first one that does (`workers/`)
+
+
+def publish_address(store: Store, start: int, host: str, port: int) -> None:
+    """Tell where the first rank that trains accepts connections in this start."""
+    store.set(f"roles/address/{start}", json.dumps([host, port]))
+
+
+def read_address(store: Store, start: int) -> tuple[str, int] | None:
+    """Return the address of this start."""
+    found = _read(store, f"roles/address/{start}")
+    if not found:
+        return None
+    host, port = json.loads(found)
+    return str(host), int(port)
+
+
+def count_start(store: Store, role: str, place: int) -> int:
+    """Return the number of a new start of a group of ranks, from 0."""
+    return int(store.add(f"{role}/{place}/starts", 1)) - 1
+
+
+def end_run(store: Store) -> None:
+    """Let ranks that are started from now on know that the run has ended."""
+    store.set("roles/ended", "")
+
+
+def has_ended(store: Store) -> bool:
+    """Return whether the run has ended."""
+    return bool(store.check(["roles/ended"]))
+
+
+def _read(store: Store, key: str) -> str:
+    return store.get(key).decode() if store.check([key]) else ""

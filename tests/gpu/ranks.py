@@ -38,8 +38,8 @@ def run_on_ranks(count: int, function: str, **arguments: Any) -> dict[str, Any]:
                 f"rank {failures[0].name.removeprefix('failed-')}: {failures[0].read_text(encoding='utf-8')}"
             )
         if failed:
-            rank, failure = next(iter(failed.items()))
-            raise AssertionError(f"rank {rank} of {count} ended with exit code {failure.exitcode}")
+            rank, code = next(iter(failed.items()))
+            raise AssertionError(f"rank {rank} of {count} ended with exit code {code}")
         answer: dict[str, Any] = json.loads((Path(folder) / "answer").read_text(encoding="utf-8"))
         return answer
 

@@ -21,7 +21,7 @@ assert SPEC.loader is not None
 structure = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(structure)
 
-FILES, LINES = 356, 57334  # of the package
+FILES, LINES = 356, 57444  # of the package
 LINES_OF_ROOM = {
     "__init__": 10,
     "__main__": 10,
@@ -36,9 +36,9 @@ LINES_OF_ROOM = {
     "families": 1260,
     "generation": 3950,
     "inputs": 1100,
-    "launch": 2330,
+    "launch": 2200,
     "launch_environment": 320,
-    "ledger": 120,
+    "ledger": 270,
     "patches": 260,
     "planning": 2410,
     "process": 230,
@@ -47,7 +47,7 @@ LINES_OF_ROOM = {
     "reshard": 6580,
     "rl": 2630,
     "rollout": 2730,
-    "run": 2010,
+    "run": 2140,
     "scoring": 4640,
     "storage": 710,
     "sync": 1180,
@@ -55,7 +55,7 @@ LINES_OF_ROOM = {
     "trainer": 3210,
     "watch": 950,
     "weight_transfer": 1100,
-    "workers": 1540,
+    "workers": 1530,
 }
 IMPORTS = 0.0772  # the share of lines that imports take; 0.065 is aimed at
 NONE = {
@@ -71,15 +71,16 @@ NONE = {
     "inputs": 36,
     "launch": 47,
     "launch_environment": 4,
+    "ledger": 2,
     "patches": 1,
     "planning": 43,
     "process": 2,
     "replay": 16,
-    "report": 36,
+    "report": 37,
     "reshard": 74,
     "rl": 45,
     "rollout": 51,
-    "run": 35,
+    "run": 37,
     "scoring": 88,
     "storage": 3,
     "sync": 4,
@@ -87,7 +88,7 @@ NONE = {
     "trainer": 144,
     "watch": 36,
     "weight_transfer": 5,
-    "workers": 30,
+    "workers": 31,
 }  # comparisons with None by room
 ONE_IMPORTER = 75  # modules that a single other one imports
 

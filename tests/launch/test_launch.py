@@ -14,8 +14,6 @@ import uuid
 from collections.abc import Callable, Iterator
 from io import StringIO
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -341,8 +339,8 @@ def test_ranks_are_started_again_as_often_as_the_recipe_says(tmp_path: Path) -> 
     """But not after what all of them agree on, which would be the same again."""
     folder, printed = RunFolder(tmp_path / "run"), StringIO()
     folder.logs.mkdir(parents=True)
-    killed, console = {1: SimpleNamespace(exitcode=-signal.SIGKILL)}, Console(file=printed, width=200)
-    outcomes: list[dict[int, Any]] = [killed, killed, {}]
+    killed, console = {1: -int(signal.SIGKILL)}, Console(file=printed, width=200)
+    outcomes: list[dict[int, int]] = [killed, killed, {}]
     assert supervise(lambda: outcomes.pop(0), folder, console, max_restarts=2) == 0
     assert printed.getvalue().count("rank 1 failed: killed by SIGKILL") == 2
     assert "starting all ranks again, from the last checkpoint (2 of run.max_restarts=2)" in printed.getvalue()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
@@ -16,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from hybrid3d import process
-from hybrid3d.launch import failures
 from hybrid3d.process import child_pids, engine_name, remove_shared_memory
+from hybrid3d.run.ends import Ended, read_ends
+from hybrid3d.run.folder import RunFolder
 from hybrid3d.scoring.environments import EnvironmentRunner
 from hybrid3d.scoring.function_scorer import FunctionScorer
 from hybrid3d.scoring.pool_client import load_in_subprocess
@@ -223,12 +223,14 @@ def test_worker_waits_for_what_it_adopts(mark: str) -> None:
         assert sum(process.process_state(pid) == "Z" for pids in found for pid in pids) < 20
 
 
-def test_write_failure_keeps_the_first_reason(tmp_path: Path) -> None:
-    path = tmp_path / "rank-0.failure"
-    assert failures.write_failure(path, {"reason": "first"}, exclusive=True)
+def test_record_of_an_end_keeps_the_first_reason(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.logs.mkdir()
+    assert Ended(0, "first").write(folder, exclusive=True)
     with pytest.raises(FileExistsError):
-        failures.write_failure(path, {"reason": "second"}, exclusive=True)
-    assert [json.loads(one.read_text()) for one in tmp_path.iterdir()] == [{"reason": "first"}]
+        Ended(0, "second").write(folder, exclusive=True)
+    assert [end.reason for _, end in read_ends(folder) if end is not None] == ["first"]
+    assert list(folder.logs.iterdir()) == [folder.failure_path(0)]
 
 
 @pytest.mark.engines

@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 
 from hybrid3d.cli.train import _print_results
 from hybrid3d.config import RecipeError, load_recipe
-from hybrid3d.launch.failures import describe_signal, find_root_cause
 from hybrid3d.launch.launcher import check_devices
 from hybrid3d.reshard.file_index import CheckpointError, read_index
 from hybrid3d.rl.data_files import DataError, check_columns, read_columns
+from hybrid3d.run.ends import describe_signal, find_root_cause
 from hybrid3d.run.folder import RunFolder
 
 DEMO = Path(__file__).parents[2] / "recipes/demo-cpu.yaml"
@@ -86,7 +86,7 @@ def test_quantized_tensors_unmentioned_in_config_are_refused(tensor: str, method
 def test_rank_that_sigbus_killed_tells_of_shared_memory(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.logs.mkdir(parents=True)
-    reason = find_root_cause(folder, {3: SimpleNamespace(exitcode=-signal.SIGBUS)})["reason"]
+    reason = find_root_cause(folder, {3: -signal.SIGBUS}).reason
     assert reason.startswith("killed by SIGBUS, which is what a full /dev/shm")
     assert "MiB free of" in reason
     assert "--shm-size" in reason

@@ -253,10 +253,11 @@ def test_example_receives_what_each_rank_lacks() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", str(EXAMPLE)]
     try:
-        done = subprocess.run(command, env=environment(mark), capture_output=True, text=True, timeout=300)
+        variables = environment(mark, PYTHONFAULTHANDLER="1")  # where a rank is that a signal ends
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
     finally:
         kill_marked(mark)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stdout + done.stderr
     said = re.findall(r"version (\d), rank (\d): received (\d+) bytes, lower bound (\d+)", done.stdout)
     expected = [
         tuple(map(str, (version, rank, lacking_bytes(rank), lacking_bytes(rank))))

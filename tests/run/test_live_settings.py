@@ -16,10 +16,10 @@ import torch.distributed as dist
 import yaml
 
 from hybrid3d.config import OFFLOADS, Optimizer, Recipe, RecipeError, load_recipe, recipe_to_yaml
-from hybrid3d.launch.failures import failure_message, find_root_cause
 from hybrid3d.launch.rank import _is_lost_peer
 from hybrid3d.rl.kl import KlController
 from hybrid3d.run import live_settings
+from hybrid3d.run.ends import Ended, find_root_cause
 from hybrid3d.run.folder import RunFolder
 from hybrid3d.run.health import Guard
 from hybrid3d.run.live_settings import MUTABLE_SETTINGS, LiveSettings, apply_settings, check_schedule, settings_of
@@ -505,15 +505,12 @@ def test_oom_recovery_says_when_nothing_is_left_to_give_up(recipe: Recipe, tmp_p
 def test_launcher_sees_who_ran_out(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.logs.mkdir()
-    lost = {"rank": 0, "time": 1.0, "peer": True, "reason": "lost", "kind": "error"}
-    ran_out = {"rank": 2, "time": 2.0, "peer": False, "reason": "OutOfMemoryRestart: 2 GiB", "kind": "out_of_memory"}
-    for reason in (lost, ran_out):
-        folder.failure_path(reason["rank"]).write_text(json.dumps(reason))
+    ran_out = Ended(2, "OutOfMemoryRestart: 2 GiB", time=2.0, kind="out_of_memory")
+    for end in (Ended(0, "lost", time=1.0, peer=True), ran_out):
+        assert end.write(folder)
     cause = find_root_cause(folder, {})
     assert cause == ran_out
-    assert (
-        failure_message(folder, 2, cause) == f"rank 2 failed: OutOfMemoryRestart: 2 GiB\nits log: {folder.log_path(2)}"
-    )
+    assert cause.message(folder) == f"rank 2 failed: OutOfMemoryRestart: 2 GiB\nits log: {folder.log_path(2)}"
 
 
 def test_settings_as_yaml_writes_them_are_known(recipe: Recipe) -> None:

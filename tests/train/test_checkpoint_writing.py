@@ -18,8 +18,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
-from hybrid3d.launch import failures
-from hybrid3d.launch.failures import failure_message, find_root_cause
+from hybrid3d.run.ends import Ended, find_root_cause, read_end
 from hybrid3d.run.folder import RunFolder
 from hybrid3d.storage import manifest
 from hybrid3d.storage.disk import CheckpointWriteError
@@ -30,9 +29,8 @@ from hybrid3d.train.megatron import checkpoint
 pytestmark = [pytest.mark.engines, pytest.mark.processes]
 
 
-def what_is_said(folder: RunFolder, failures: dict[int, Any]) -> str:
-    cause = find_root_cause(folder, failures)
-    return failure_message(folder, cause["rank"], cause)
+def what_is_said(folder: RunFolder, codes: dict[int, int]) -> str:
+    return find_root_cause(folder, codes).message(folder)
 
 
 FULL = Path("/dev/full")  # Linux: every write to it fails as on a full disk
@@ -80,7 +78,7 @@ def test_end_that_all_ranks_come_to_is_told_once(tmp_path: Path) -> None:
 def test_rank_that_fails_alone_is_named(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.logs.mkdir()
-    killed = {1: SimpleNamespace(exitcode=-signal.SIGKILL)}
+    killed = {1: -int(signal.SIGKILL)}
     log = folder.log_path(1)
     assert what_is_said(folder, killed) == f"rank 1 failed: killed by SIGKILL\nits log: {log}"
     folder.failure_path(0).write_text(json.dumps({"rank": 0, "time": 1, "peer": True, "reason": "lost"}))
@@ -89,19 +87,21 @@ def test_rank_that_fails_alone_is_named(tmp_path: Path) -> None:
 
 
 def test_reason_is_seen_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, write, seen = RunFolder(tmp_path), Path.write_text, []
+    folder, write, seen = RunFolder(tmp_path), Path.write_bytes, []
     folder.logs.mkdir()
 
-    def by_halves(path: Path, text: str, **encoded: str) -> None:
-        for part in (text[:5], text):
-            write(path, part, **encoded)
+    def by_halves(path: Path, data: bytes) -> None:
+        for part in (data[:5], data):
+            write(path, part)
             seen.append([json.loads(one.read_text()) for one in folder.logs.glob("rank-*.failure")])
 
-    monkeypatch.setattr(Path, "write_text", by_halves)
-    reason = {"rank": 0, "reason": "boom"}
-    assert failures.write_failure(folder.failure_path(0), reason)
+    monkeypatch.setattr(Path, "write_bytes", by_halves)
+    end = Ended(0, "boom\udcff")
+    assert end.write(folder)
     assert seen == [[], []]
-    assert json.loads(folder.failure_path(0).read_text()) == reason
+    found = read_end(folder, 0)
+    assert found is not None
+    assert (found.reason, found.time) == ("boom\\udcff", end.time)
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="only Linux has /dev/full")

@@ -14,7 +14,7 @@ from hybrid3d.bench.scaling import write_model
 from hybrid3d.config import Recipe
 from hybrid3d.distributed import RoleGroups
 from hybrid3d.families import Config
-from hybrid3d.ledger import RankStart
+from hybrid3d.ledger import RankStart, share
 from hybrid3d.planning.agreed_placement import choose_placement
 from hybrid3d.run.folder import RunFolder
 
@@ -58,10 +58,7 @@ def build_bench(
     on_progress: Callable[[str], None],
 ) -> Bench:
     """Write the model's config on rank 0, and build the engines of this rank. Every rank calls it together."""
-    if start.rank == 0:
-        write_model(recipe, config)
-        start.store.set("model", "written")
-    start.store.wait(["model"])
+    share(start.store, start.rank, "model", lambda: write_model(recipe, config))
     slots = choose_placement(recipe, start.store, folder.path, start.progress.restart_count)
     groups = start_groups(recipe, start.store)
     from hybrid3d.bench.task import Bench  # imports the engines

@@ -17,8 +17,9 @@ from hybrid3d.bench.values import SyntheticChanges, SyntheticWeights, fill, wron
 from hybrid3d.bench.wire import Wire, bytes_by_peer
 from hybrid3d.config import Recipe
 from hybrid3d.config.interval import is_due
-from hybrid3d.distributed import RoleGroups, wait_for_all
+from hybrid3d.distributed import RoleGroups
 from hybrid3d.inputs.models import read_config
+from hybrid3d.ledger import wait_for_all
 from hybrid3d.reshard.delta.executor import DeltaExecutor
 from hybrid3d.reshard.ends import NOTHING_TRACKED, NoSink, NoSource, PlainSource, Sink, Source, WeightSink, WeightSource
 from hybrid3d.reshard.move.device import device, synchronize

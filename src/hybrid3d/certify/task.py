@@ -12,9 +12,8 @@ from hybrid3d.bench.start import start_groups
 from hybrid3d.certify.findings import format_page, summarize
 from hybrid3d.certify.tiny_models import write_checkpoint
 from hybrid3d.config import Recipe
-from hybrid3d.distributed import wait_for_all
 from hybrid3d.families import Config
-from hybrid3d.ledger import RankStart
+from hybrid3d.ledger import RankStart, share, wait_for_all
 from hybrid3d.planning.agreed_placement import choose_placement
 from hybrid3d.run.folder import RunFolder
 from hybrid3d.watch.heartbeat import enter_phase
@@ -49,11 +48,12 @@ def certify(
         Whether everything is proven, on every rank.
     """
     rank, store, console = start.rank, start.store, start.console
-    if rank == 0:
+
+    def write() -> None:
         if subject.tiny is not None:
             write_checkpoint(Path(recipe.model.path), subject.tiny)
-        store.set("model", "written")
-    store.wait(["model"])
+
+    share(store, rank, "model", write)
     slots = choose_placement(recipe, store, folder.path, start.progress.restart_count)
     groups = start_groups(recipe, store)
     from hybrid3d.certify.rounds import Certification

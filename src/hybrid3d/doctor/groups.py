@@ -17,6 +17,7 @@ from hybrid3d.config import Recipe, recipe_to_yaml
 from hybrid3d.doctor.finding import CANNOT_START, OK, SLOW, Context, Finding, Severity
 from hybrid3d.launch_environment import CHECKED, RENDEZVOUS_SECONDS
 from hybrid3d.planning.hardware import GB, hardware_of
+from hybrid3d.run.ends import Ended
 from hybrid3d.run.folder import RunFolder
 from hybrid3d.run.terminal import plain_console
 
@@ -73,13 +74,10 @@ def measure_groups(recipe: Recipe, folder: RunFolder, start: RankStart) -> None:
     The process fails if it takes longer than `GROUPS_SECONDS`.
     """
 
-    from hybrid3d.launch.failures import failure_record, write_failure
-
     rank = start.rank
 
     def give_up() -> None:
-        reason = f"the process groups were not measured within {GROUPS_SECONDS:g} s"
-        write_failure(folder.failure_path(rank), failure_record(rank, reason))
+        Ended(rank, f"the process groups were not measured within {GROUPS_SECONDS:g} s").write(folder)
         os._exit(1)
 
     limit = threading.Timer(GROUPS_SECONDS, give_up)

@@ -44,10 +44,16 @@ class NodesExamination:
 
     def run(self, folder: RunFolder, start: RankStart) -> None:
         """Measure, and print the page on rank 0. Every rank calls this together."""
+        from hybrid3d.ledger import gather  # imports torch
+
         rank, store, console = start.rank, start.store, start.console
         found = [[subject, [asdict(one) for one in findings]] for subject, findings in self._of_node]
-        store.set(f"doctor/{rank}", json.dumps([socket.gethostname(), found]))
-        subjects = self._gather(store) if rank == 0 else []
+        of_nodes = gather(store, rank, launch_environment.world_size(), "doctor", [socket.gethostname(), found])
+        subjects: list[Subject] = [
+            (f"{host}: {subject}", tuple(Finding(**one) for one in findings))
+            for host, found in of_nodes
+            for subject, findings in found
+        ]
         self._share_verdict("nodes", subjects, rank, store)
         if self._measures and self.can_start:
             groups.measure_groups(self._recipe, folder, start)
@@ -58,21 +64,10 @@ class NodesExamination:
 
     def _share_verdict(self, of: str, subjects: Sequence[Subject], rank: int, store: Store) -> None:
         """Let every rank know what rank 0 knows: whether a run can start."""
-        key = f"doctor/verdict on {of}"
-        if rank == 0:
-            store.set(key, json.dumps(can_start(subjects)))
-        store.wait([key], timedelta(seconds=2 * SECONDS))
-        self.can_start = json.loads(store.get(key))
+        from hybrid3d.ledger import share
 
-    def _gather(self, store: Store) -> list[Subject]:
-        """Return the findings of all nodes, with the host in each subject."""
-        subjects: list[Subject] = []
-        for rank in range(launch_environment.world_size()):
-            host, found = json.loads(store.get(f"doctor/{rank}"))
-            subjects += [
-                (f"{host}: {subject}", tuple(Finding(**one) for one in findings)) for subject, findings in found
-            ]
-        return subjects
+        wait = timedelta(seconds=2 * SECONDS)
+        self.can_start = share(store, rank, f"verdict on {of}", lambda: can_start(subjects), wait)
 
     def _compare(self, folder: RunFolder) -> tuple[Finding, ...]:
         machine = Context(self._recipe, ask(self._recipe, ["machine"])).answer("machine")

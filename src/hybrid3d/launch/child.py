@@ -7,7 +7,6 @@ does not is killed.
 from __future__ import annotations
 
 import functools
-import json
 import os
 import select
 import signal
@@ -18,10 +17,12 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
+from msgspec.structs import replace
+
 from hybrid3d import launch_environment
-from hybrid3d.launch.failures import describe_signal
 from hybrid3d.launch_environment import BEAT_SECONDS, CHECKED, DISCONNECTED, State, heartbeat_seconds
 from hybrid3d.process import adopt_orphans, kill_descendants, kill_when_parent_exits
+from hybrid3d.run.ends import Ended, read_end
 from hybrid3d.run.folder import RunFolder
 from hybrid3d.watch.heartbeat import START_SECONDS
 
@@ -114,7 +115,7 @@ def start_child(
     return subprocess.Popen(command, env=os.environ | told, stdout=stdout)
 
 
-def run_with_restarts(folder: RunFolder, role: str, max_restarts: int, run_end: RunEnd) -> tuple[int, str, bool]:
+def run_with_restarts(folder: RunFolder, role: str, max_restarts: int, run_end: RunEnd) -> tuple[int, Ended | None]:
     """Run this rank's command as a child process, again each time it is lost, until it ends.
 
     It is not started again if it fails by itself before it was ready, as it would fail again.
@@ -123,36 +124,36 @@ def run_with_restarts(folder: RunFolder, role: str, max_restarts: int, run_end: 
         run_end: of which a child that is stopped does not hear.
 
     Returns:
-        The exit code, why it failed (empty where the child, or another rank, has reported it), and whether that was
-        only because it had lost another rank.
+        The exit code, and how it has ended (None where it has succeeded, or the child, or another rank, reports it).
     """
     become_parent()
-    rank, failure, was_ready, started, restarts, pauses = launch_environment.rank(), "", False, 0, 0, 0
+    rank, why, was_ready, started, restarts, pauses = launch_environment.rank(), "", False, 0, 0, 0
     while True:
-        code, states, ready_seconds = _run_child(started, failure, run_end)
+        code, states, ready_seconds = _run_child(started, why, run_end)
         started += 1
         if code < 0 and run_end.has_come:
-            return 0, "", False
+            return 0, None
         if State.LEAVING.value in states:
-            was_ready, failure = True, ""
+            was_ready, why = True, ""
             continue
         if code == 0 or State.ENDING.value in states:
-            return 0, "", False
+            return 0, None
         written = folder.failure_path(rank).exists()
-        failure, of_peer = _failure(folder, rank, code)
+        end = read_end(folder, rank) or _end_by_code(rank, code)
+        why = end.reason
         if code == 1 and State.CONNECTED.value in states and not written:  # rank 0 hangs, and it has reported that
-            return 1, "", False
+            return 1, None
         if code in (1, 2) and State.CONNECTED.value not in states and not written:  # the ranks have not met, or the
-            return (code if started == 1 else 0), "", False  # store is gone because the run has ended
+            return (code if started == 1 else 0), None  # store is gone because the run has ended
         was_ready |= State.READY.value in states
-        if not (was_ready or code < 0 or of_peer):
-            return 1, failure, False
+        if not (was_ready or code < 0 or end.peer):
+            return 1, end
         if ready_seconds > FORGIVEN_SECONDS:
             restarts = 0
         pauses = 0 if State.READY.value in states else pauses + 1
         if restarts == max_restarts:
             again = f"; it was started again {max_restarts} times: raise roles.{role}.max_restarts"
-            return 1, failure + (again if max_restarts else ""), of_peer
+            return 1, replace(end, reason=end.reason + (again if max_restarts else ""))
         restarts += 1
         with suppress(OSError):
             folder.failure_path(rank).unlink()
@@ -190,11 +191,8 @@ def _run_child(restart_count: int, failure: str, run_end: RunEnd) -> tuple[int, 
     return child.returncode, states, 0.0 if ready_at is None else time.monotonic() - ready_at
 
 
-def _failure(folder: RunFolder, rank: int, code: int) -> tuple[str, bool]:
-    """Return why the child failed, and whether that was only because it had lost another rank."""
-    with suppress(OSError, ValueError):
-        written = json.loads(folder.failure_path(rank).read_text(encoding="utf-8"))
-        return written["reason"], written["peer"]
+def _end_by_code(rank: int, code: int) -> Ended:
+    """Return how the child has ended that has left no record."""
     if code == DISCONNECTED:
-        return "its connection to rank 0 ended", True
-    return (f"killed by {describe_signal(-code)}" if code < 0 else f"ended with exit code {code}"), False
+        return Ended(rank, "its connection to rank 0 ended", peer=True)
+    return Ended.by_code(rank, code)

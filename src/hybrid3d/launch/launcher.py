@@ -8,18 +8,18 @@ import socket
 import sys
 import uuid
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from rich.console import Console
 
 from hybrid3d.config import Recipe, RecipeError
-from hybrid3d.launch.failures import failure_message, find_root_cause
 from hybrid3d.launch.local_ranks import run_ranks
 from hybrid3d.launch_environment import RUN, local_rank, local_world_size, rank
 from hybrid3d.planning.hardware import total_memory
 from hybrid3d.process import SHARED_MEMORY, kill_descendants_on_exit, shared_memory_cleanup
+from hybrid3d.run.ends import find_root_cause
 from hybrid3d.run.folder import RunFolder
+from hybrid3d.run.terminal import print_error
 
 RANK_PROCESS_BYTES = 450_000_000  # private memory of a rank with both engines imported: measured 465 MiB on a CPU
 MAX_RANKS_PER_CORE = 32
@@ -49,11 +49,11 @@ def launch(
     return supervise(lambda: _run_once(arguments, world_size, folder, restarts or {}), folder, console, max_restarts)
 
 
-def supervise(run_once: Callable[[], Mapping[int, Any]], folder: RunFolder, console: Console, max_restarts: int) -> int:
+def supervise(run_once: Callable[[], Mapping[int, int]], folder: RunFolder, console: Console, max_restarts: int) -> int:
     """Run all ranks, again after each one that ran out of memory with smaller settings saved; print why they failed.
 
     Args:
-        run_once: runs all ranks and returns, of each rank that failed, a record with its `exitcode`.
+        run_once: runs all ranks and returns the exit code of each that failed, negative for a signal.
         max_restarts: how often they are run again after any other failure of one of them, but not after what all of
             them agree on, as that rewards failed, or after as many restarts of those that train alone.
 
@@ -66,26 +66,22 @@ def supervise(run_once: Callable[[], Mapping[int, Any]], folder: RunFolder, cons
         if not failures:
             return 0
         cause = find_root_cause(folder, failures)
-        out_of_memory = cause["kind"] == "out_of_memory"
-        restart = not cause.get("final") and (
-            out_of_memory or (restarts < max_restarts and not cause.get("on_all_ranks"))
-        )
+        out_of_memory = cause.kind == "out_of_memory"
+        restart = not cause.final and (out_of_memory or (restarts < max_restarts and not cause.on_all_ranks))
         style = "yellow" if restart else "red"
-        console.print(
-            failure_message(folder, cause["rank"], cause), style=style, highlight=False, markup=False, soft_wrap=True
-        )
+        print_error(console, cause.message(folder), style)
         if not restart:
             return 1
         if not out_of_memory:
             restarts += 1
             text = f"starting all ranks again, from the last checkpoint ({restarts} of run.max_restarts={max_restarts})"
-            console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+            print_error(console, text, style)
 
 
 def _run_once(
     arguments: list[str], world_size: int, folder: RunFolder, restarts: Mapping[int, int]
-) -> Mapping[int, Any]:
-    """Run all ranks once and return, of each rank that failed, a record with its `exitcode`, negative for a signal."""
+) -> Mapping[int, int]:
+    """Run all ranks once and return the exit code of each that failed, negative for a signal."""
     run_id = f"hybrid3d-{uuid.uuid4().hex[:12]}"
     os.environ[RUN] = run_id
     for old in folder.logs.glob("rank-*.failure"):

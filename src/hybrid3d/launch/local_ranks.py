@@ -12,7 +12,6 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from hybrid3d.errors import UserMistake
 from hybrid3d.launch.rendezvous import host_store, why_not
@@ -24,27 +23,14 @@ END_SECONDS = 30.0  # within which ranks that are told to end have ended
 ASYNC_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
-@dataclass(frozen=True)
-class RankFailure:
-    """How a rank has failed.
-
-    Attributes:
-        exitcode: negative for a signal.
-    """
-
-    exitcode: int
-
-
-def run_ranks(
-    command: Sequence[str], world_size: int, restarts: Mapping[int, int] | None = None
-) -> dict[int, RankFailure]:
+def run_ranks(command: Sequence[str], world_size: int, restarts: Mapping[int, int] | None = None) -> dict[int, int]:
     """Run a command as so many ranks until all have ended or one has failed, which ends the others.
 
     Args:
         restarts: how often a rank is started again after it was killed, for those that others can do without.
 
     Returns:
-        How each rank failed that did.
+        The exit code of each rank that failed, negative for a signal; those that failed first are the first.
 
     Raises:
         UserMistake: this machine has no loopback interface.
@@ -69,7 +55,7 @@ def run_ranks(
     finally:
         _end(list(processes.values()))
     codes = {rank: process.returncode for rank, process in processes.items()}
-    return {rank: RankFailure(codes[rank]) for rank in [*failed, *codes] if codes[rank]}
+    return {rank: codes[rank] for rank in [*failed, *codes] if codes[rank]}
 
 
 def _check_loopback() -> None:

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 import torch.distributed as dist
 from rich.console import Console
@@ -26,11 +27,10 @@ from hybrid3d.config import Recipe
 from hybrid3d.errors import set_stream_errors
 from hybrid3d.launch import rendezvous
 from hybrid3d.launch.child import RunEnd, is_child, run_with_restarts, this_process
-from hybrid3d.launch.failures import failure_message, failure_record, print_error, write_failure
 from hybrid3d.launch.run_secret import adopt_secret, write_secret
 from hybrid3d.launch.supervisor import run_training_rank
 from hybrid3d.launch_environment import BEAT_SECONDS, DISCONNECTED
-from hybrid3d.ledger import RankStart, TrainingAttempts
+from hybrid3d.ledger import RankStart, TrainingAttempts, has_ended
 from hybrid3d.process import (
     adopt_orphans,
     kill_descendants,
@@ -39,12 +39,13 @@ from hybrid3d.process import (
     set_shared_memory_prefix,
 )
 from hybrid3d.run import terminal
+from hybrid3d.run.ends import Ended
 from hybrid3d.run.folder import RunFolder
 from hybrid3d.run.oom_recovery import OutOfMemoryRestart, find_out_of_memory
+from hybrid3d.run.terminal import print_error
 from hybrid3d.storage.disk import CheckpointWriteError
 from hybrid3d.watch.heartbeat import Heartbeat
 from hybrid3d.watch.watchdog import Watchdog
-from hybrid3d.workers.channel import has_ended
 
 logger = logging.getLogger(__name__)
 
@@ -108,15 +109,10 @@ def run_process(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, r
     # The boundary of the process: every error is reported and ends it. SystemExit and PyTorch's checkpoint errors are
     # not subclasses of Exception.
     except BaseException as error:
-        on_all_ranks = getattr(error, "raised_on_all_ranks", False)
-        reason = failure_record(rank, _one_line(error), peer=_is_lost_peer(error))
-        if on_all_ranks:
-            reason |= {"peer": False, "on_all_ranks": True, "reason": str(error)}
-        if isinstance(error, OutOfMemoryRestart):
-            reason["kind"] = "out_of_memory"
-        reported = write_failure(folder.failure_path(rank), reason) and launched
-        if not reported and not reason["peer"] and (rank == 0 or not on_all_ranks):
-            print_error(stderr, failure_message(folder, rank, reason))
+        end = _end_by(rank, error)
+        reported = end.write(folder) and launched
+        if not reported and not end.peer and (rank == 0 or not end.on_all_ranks):
+            print_error(stderr, end.message(folder))
         try:
             with suppress(OSError):  # the disk of its log may be full
                 traceback.print_exception(error)
@@ -167,9 +163,8 @@ def _exit_disconnected(lost_rank: int, message: str) -> None:
 def _fail_training(folder: RunFolder, store: Store, lost_rank: int, message: str) -> None:
     """Report the only rank that trains, which is started again, and exit as a rank that is, too."""
     logger.error("rank %d: %s", lost_rank, message)
-    reason = failure_record(lost_rank, message)
     with suppress(OSError):
-        write_failure(folder.failure_path(lost_rank), reason, exclusive=True)
+        Ended(lost_rank, message).write(folder, exclusive=True)
     with suppress(dist.DistError):
         starts = TrainingAttempts(store, distributed.world_size())
         starts.fail(starts.latest())
@@ -188,13 +183,13 @@ def _report_lost_rank(
     message += describe_lost(lost_rank)
     with suppress(OSError):  # the disk of its log may be full
         logger.error("rank %d: %s", lost_rank, message)
-    reason = failure_record(lost_rank, message)
+    end = Ended(lost_rank, message)
     try:
-        reported = write_failure(folder.failure_path(lost_rank), reason, exclusive=True) and launched
+        reported = end.write(folder, exclusive=True) and launched
     except FileExistsError:  # the lost rank has reported its own failure, or another rank has reported it
         reported = True
     if not reported:
-        print_error(stderr, failure_message(folder, lost_rank, reason))
+        print_error(stderr, end.message(folder))
     remove_shared_memory(distributed.run_id(), engines=not is_child())
 
 
@@ -236,6 +231,14 @@ def _redirect(log: Path, keep_console: bool) -> Console | None:
     return console
 
 
+def _end_by(rank: int, error: BaseException) -> Ended:
+    """Return the record of a rank that an error ends."""
+    kind: Literal["error", "out_of_memory"] = "out_of_memory" if isinstance(error, OutOfMemoryRestart) else "error"
+    if getattr(error, "raised_on_all_ranks", False):
+        return Ended(rank, str(error), on_all_ranks=True, kind=kind)
+    return Ended(rank, _one_line(error), peer=_is_lost_peer(error), kind=kind)
+
+
 def _is_lost_peer(error: BaseException) -> bool:
     """Return whether an error only says that another rank is lost, so that it is not the cause of the failure."""
     if find_out_of_memory(error) is not None:
@@ -268,11 +271,9 @@ def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, rest
 
 def _run_serving_rank(recipe: Recipe, folder: RunFolder, rank: int, launched: bool) -> int:
     role = recipe.role_of(rank)
-    code, why, of_peer = run_with_restarts(folder, role, getattr(recipe.roles, role).max_restarts, RunEnd(_await_end))
-    if why:
-        reason = failure_record(rank, why, of_peer)
-        if not (write_failure(folder.failure_path(rank), reason) and launched) and not of_peer:
-            print_error(terminal.plain_console(file=sys.stderr), failure_message(folder, rank, reason))
+    code, end = run_with_restarts(folder, role, getattr(recipe.roles, role).max_restarts, RunEnd(_await_end))
+    if end is not None and not (end.write(folder) and launched) and not end.peer:
+        print_error(terminal.plain_console(file=sys.stderr), end.message(folder))
     return code
 
 

@@ -17,7 +17,6 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import ray
@@ -185,8 +184,8 @@ class _RankProcess:
         remove_shared_memory(run_id)
 
 
-def _run_once(arguments: list[str], recipe: Recipe, folder: RunFolder, places: Sequence[Place]) -> dict[int, Any]:
-    """Run all ranks once and return, of each rank that failed, a record with its `exitcode`, negative for a signal."""
+def _run_once(arguments: list[str], recipe: Recipe, folder: RunFolder, places: Sequence[Place]) -> dict[int, int]:
+    """Run all ranks once and return the exit code of each that failed, negative for a signal."""
     folder.logs.mkdir(parents=True, exist_ok=True)
     for old in folder.logs.glob("rank-*.failure"):
         old.unlink()
@@ -247,9 +246,9 @@ def _start_actors(places: Sequence[Place]) -> list[Any]:
     return actors
 
 
-def _wait(running: dict[Any, int], output: Path) -> dict[int, Any]:
-    """Print what rank 0 prints until all ranks are done or one has failed; return those that have failed."""
-    failures: dict[int, Any] = {}
+def _wait(running: dict[Any, int], output: Path) -> dict[int, int]:
+    """Print what rank 0 prints until all ranks are done or one has failed; return the exit codes of those that have."""
+    failures: dict[int, int] = {}
     with output.open("rb") as printed:
         while running and not failures:
             failures |= _finished(running, POLL_SECONDS)
@@ -261,9 +260,9 @@ def _wait(running: dict[Any, int], output: Path) -> dict[int, Any]:
     return failures
 
 
-def _finished(running: dict[Any, int], seconds: float, most: int = 1) -> dict[int, Any]:
-    """Wait until so many ranks are done, or the time is over; remove them, and return those that have failed."""
-    failures: dict[int, Any] = {}
+def _finished(running: dict[Any, int], seconds: float, most: int = 1) -> dict[int, int]:
+    """Wait until so many ranks are done, or time is over; remove them, and return exit codes of those that failed."""
+    failures: dict[int, int] = {}
     if not running:
         return failures
     done, _ = ray.wait(list(running), num_returns=min(most, len(running)), timeout=seconds)
@@ -274,5 +273,5 @@ def _finished(running: dict[Any, int], seconds: float, most: int = 1) -> dict[in
         except RayError:  # the actor, or its node, is lost
             code = -9
         if code:
-            failures[rank] = SimpleNamespace(exitcode=code)
+            failures[rank] = code
     return failures

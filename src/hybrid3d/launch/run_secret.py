@@ -19,12 +19,12 @@ from hybrid3d.config import Recipe
 from hybrid3d.generation.agents.program import KEY_VARIABLE
 from hybrid3d.launch.rendezvous import RendezvousError
 from hybrid3d.launch_environment import derived_key, secret, set_secret
+from hybrid3d.ledger import share
 from hybrid3d.run.folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
 SECRET_BYTES = 32
-DIGEST = "secret/digest"  # key of the store
 SEEN_SECONDS = 60.0  # within which all nodes see a file that rank 0 has written: some file systems are slow
 POLL_SECONDS = 0.5
 
@@ -75,11 +75,12 @@ def adopt_secret(recipe: Recipe, folder: RunFolder, store: Store, rank: int) -> 
     is_proof = recipe.has_workers or agents is not None
     if rank == 0:
         set_secret(_read(path, is_proof))
-        store.set(DIGEST, hashlib.sha256(secret()).hexdigest())
+    wanted = share(store, rank, "secret's digest", lambda: hashlib.sha256(secret()).hexdigest())
+    if rank == 0:
         if agents is not None and agents.command is None and not os.environ.get(KEY_VARIABLE):
             write_agents_key(folder)
         return
-    wanted, end = store.get(DIGEST).decode(), time.monotonic() + SEEN_SECONDS
+    end = time.monotonic() + SEEN_SECONDS
     while True:
         try:
             found = _read(path, is_proof)

@@ -16,22 +16,21 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
 
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch.distributed.distributed_c10d import Store
 
 from hybrid3d.config import Recipe
 from hybrid3d.launch import rendezvous
 from hybrid3d.launch.child import become_parent, start_child
-from hybrid3d.launch.failures import failure_message, find_root_cause, print_error, write_failure
 from hybrid3d.launch_environment import local_rank, rank, run_id
-from hybrid3d.ledger import TrainingAttempts
+from hybrid3d.ledger import TrainingAttempts, forget_beat, has_ended
 from hybrid3d.process import kill_descendants, remove_shared_memory
 from hybrid3d.run import terminal
+from hybrid3d.run.ends import Ended, find_root_cause
 from hybrid3d.run.folder import RunFolder
-from hybrid3d.workers.channel import has_ended
+from hybrid3d.run.terminal import print_error
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +73,7 @@ def run_training_rank(recipe: Recipe, folder: RunFolder, launched: bool) -> int:
                     starts.report_end(start, rank(), code)
                 return code
             starts.fail(start)
-            store.delete_key(f"beat/{rank()}")  # the next one comes after a start, which takes longer
+            forget_beat(store, rank())  # the next one comes after a start, which takes longer
             kill_descendants()
             starts.report_end(start, rank(), code)
             if rank() > 0:
@@ -89,8 +88,7 @@ def run_training_rank(recipe: Recipe, folder: RunFolder, launched: bool) -> int:
         except dist.DistError as error:  # the store is gone, and with it rank 0's node
             again = False
             if not launched and local_rank() == 0:
-                cause = find_root_cause(folder, {rank(): SimpleNamespace(exitcode=code)})
-                print_error(stderr, failure_message(folder, cause["rank"], cause))
+                print_error(stderr, find_root_cause(folder, {rank(): code}).message(folder))
                 logger.error("%s", error)
         no_answer.cancel()
         if not again:
@@ -143,7 +141,7 @@ class Decision:
         final: whether nothing else is to start them again either.
     """
 
-    cause: dict[str, Any]
+    cause: Ended
     again: bool
     counts: bool
     final: bool
@@ -158,10 +156,10 @@ def _decide(recipe: Recipe, folder: RunFolder, codes: dict[int, int], restarts: 
         ended: whether those that do not train have been told that the run has ended.
     """
     ranks = recipe.role_ranks["train"]
-    failed = {number: SimpleNamespace(exitcode=code) for number, code in codes.items() if code}
+    failed = {number: code for number, code in codes.items() if code}
     cause = find_root_cause(folder, failed, ranks)
-    out_of_memory = cause["kind"] == "out_of_memory"  # its next start has settings that need less
-    more = out_of_memory or (restarts < recipe.run.max_restarts and not cause.get("on_all_ranks"))
+    out_of_memory = cause.kind == "out_of_memory"  # its next start has settings that need less
+    more = out_of_memory or (restarts < recipe.run.max_restarts and not cause.on_all_ranks)
     again = more and not ended and len(failed) == len(ranks)
     return Decision(cause, again, counts=again and not out_of_memory, final=not more)
 
@@ -169,10 +167,9 @@ def _decide(recipe: Recipe, folder: RunFolder, codes: dict[int, int], restarts: 
 def _tell(recipe: Recipe, folder: RunFolder, decision: Decision, restarts: int, launched: bool) -> None:
     """Print the cause and what follows from it; if nothing does, leave that to the launcher if there is one."""
     console, cause = terminal.plain_console(file=sys.stdout if decision.again else sys.stderr), decision.cause
-    record = cause | {"final": decision.final}
-    reported = not decision.again and write_failure(folder.failure_path(cause["rank"]), record)
+    reported = not decision.again and replace(cause, final=decision.final).write(folder)
     if not (reported and launched):
-        print_error(console, failure_message(folder, cause["rank"], cause))
+        print_error(console, cause.message(folder))
     if decision.again:
         counted = f" ({restarts + 1} of run.max_restarts={recipe.run.max_restarts})" if decision.counts else ""
         print_error(console, f"starting the ranks that train again, from the last checkpoint{counted}")

@@ -19,14 +19,13 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from hybrid3d import distributed
 from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.inputs.models import read_config
+from hybrid3d.ledger import share
 from hybrid3d.planning.engine_queries import query_engines
 from hybrid3d.planning.isolated import EngineQueryFailed
 from hybrid3d.planning.kept_placement import find_placement, is_computed
 from hybrid3d.reshard.plan.classes import TensorClass, classify_tensors, rank_groups, signature_of
 from hybrid3d.reshard.plan.layout import Demand, Holdings
 from hybrid3d.reshard.plan.placement import MissingBytes, assign_slots, consecutive_slots, count_missing_bytes
-
-_STORE_KEY = "slots"
 
 
 def broadcast_placement(recipe: Recipe, store: Store, folder: Path) -> tuple[int, ...]:
@@ -43,13 +42,14 @@ def broadcast_placement(recipe: Recipe, store: Store, folder: Path) -> tuple[int
     """
     if not is_computed(recipe):
         return tuple(consecutive_slots(recipe.generation_ranks).tolist())
-    if distributed.rank() == 0:
+
+    def find() -> Sequence[int] | str:
         try:
-            store.set(_STORE_KEY, json.dumps(find_placement(recipe, folder)))
+            return find_placement(recipe, folder)
         except EngineQueryFailed as error:
-            store.set(_STORE_KEY, json.dumps(str(error)))
-    store.wait([_STORE_KEY])
-    slots_or_error = json.loads(store.get(_STORE_KEY))
+            return str(error)
+
+    slots_or_error = share(store, distributed.rank(), "slots", find)
     if isinstance(slots_or_error, str):
         raise RuntimeError(f"the placement of ranks could not be computed: {slots_or_error}")
     return tuple(slots_or_error)

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeGuard, cast
 
@@ -15,6 +16,7 @@ import yaml
 from hybrid3d.config import RecipeError
 from hybrid3d.config.schema import flatten_settings, read_yaml
 from hybrid3d.report.timeline import Timeline, read_timeline
+from hybrid3d.run.ends import read_ends
 from hybrid3d.run.folder import LOCK, RunFolder
 
 MAX_LINE = 2**24  # bytes; a longer line of a record is skipped
@@ -210,15 +212,10 @@ def _is_locked(path: Path) -> bool:
 
 
 def _failures(folder: RunFolder) -> list[str]:
-    found = []
-    for path in sorted(folder.logs.glob("rank-*.failure"))[:MAX_FAILURES]:
-        try:
-            with open(path, "rb") as file:
-                record = json.loads(file.read(MAX_LINE))
-            found.append(f"rank {record['rank']}: {record['reason']}"[:MAX_FAILURE])
-        except (OSError, ValueError, TypeError, KeyError, RecursionError):
-            found.append(f"{path.name} cannot be read")
-    return found
+    return [
+        f"{path.name} cannot be read" if end is None else f"rank {end.rank}: {end.reason}"[:MAX_FAILURE]
+        for path, end in islice(read_ends(folder), MAX_FAILURES)
+    ]
 
 
 def settings_as_yaml(settings: dict[str, Any]) -> str:

@@ -39,6 +39,11 @@ def plain_console(**options: Any) -> Console:
     return _PlainConsole(**options, emoji=False, markup=False, highlight=False)
 
 
+def print_error(console: Console, message: str, style: str = "red") -> None:
+    """Print a message about a failure, without wrapping its lines."""
+    console.print(message, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
 def duplicate_console(descriptor: Literal[1, 2]) -> Console:
     """Return a console on what stdout (1) or stderr (2) is now. It replaces characters that it cannot show."""
     encoding = (sys.stdout if descriptor == 1 else sys.stderr).encoding

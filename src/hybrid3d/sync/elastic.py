@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from hybrid3d import ledger
 from hybrid3d.distributed import (
     EXCHANGE_TIMEOUT,
     RANKS_PER_POLL_SECOND,
@@ -56,17 +57,12 @@ MakeSync = Callable[[dist.ProcessGroup, dist.ProcessGroup, tuple[int, ...]], Syn
 """Makes the sync of the ranks of two groups: the one for its collectives, and the one for its transport."""
 
 
-def tell_lost(store: Store, epoch: int) -> None:
-    """Let the members of this epoch know that one of them is lost."""
-    store.set(f"lost/{epoch}", "")
-
-
 class ElasticSync:
     """Syncs among members that may change; all members make all calls together, except `leave`.
 
     Where a member is lost, `finish` returns None on each of the others, sooner or later: a rank that notices it leaves
     its process groups, which those that wait for this rank notice in turn. Then they begin again without the lost one.
-    With NCCL nobody would notice: its groups are aborted once `tell_lost` has been called.
+    With NCCL nobody would notice: its groups are aborted once `ledger.tell_lost` has been called.
 
     Attributes:
         failure: why the last sync that failed did.
@@ -107,13 +103,13 @@ class ElasticSync:
 
     def _meet(self, members: Members) -> None:
         """Wait until all members are here, as creating a group with one that is lost takes a minute to fail."""
-        key, pause = f"arrived/{members.epoch}", max(0.01, len(members.ranks) / RANKS_PER_POLL_SECOND)
-        arrived = self._store.add(key, 1)
+        pause = max(0.01, len(members.ranks) / RANKS_PER_POLL_SECOND)
+        arrived = ledger.arrive(self._store, members.epoch)
         while arrived < len(members.ranks):
-            if self._store.check([f"lost/{members.epoch}"]):
+            if ledger.is_lost(self._store, members.epoch):
                 raise LostPeer("a rank was lost before all had arrived")
             time.sleep(pause)
-            arrived = self._store.add(key, 0)
+            arrived = ledger.arrive(self._store, members.epoch, members=0)
 
     def bucket_ready(self, bucket: int, last: bool) -> None:
         """See `Sync.bucket_ready`; it does nothing once a member has been lost."""
@@ -136,7 +132,7 @@ class ElasticSync:
         """Abort the groups of these members, so that what waits in them fails, once one of the members is lost."""
         store, groups = clone_store(self._store), list(self._groups)
         while self._members == members:
-            if store.check([f"lost/{members.epoch}"]):
+            if ledger.is_lost(store, members.epoch):
                 for group in groups:
                     group.abort()
                 return
@@ -146,7 +142,7 @@ class ElasticSync:
         """Let the sync in progress fail, as a member is lost. Any thread may call it."""
         members = self._members
         if members:
-            tell_lost(clone_store(self._store), members.epoch)
+            ledger.tell_lost(clone_store(self._store), members.epoch)
 
     def leave(self) -> None:
         """Leave the process groups of the last members, so that none of them waits for this rank."""
@@ -168,7 +164,7 @@ class ElasticSync:
             self.failure = str(error)
         logger.warning("a sync failed because a rank was lost: %s", self.failure)
         if torch.cuda.is_available() and self._members:  # the others do not notice that this rank leaves
-            tell_lost(self._store, self._members.epoch)
+            ledger.tell_lost(self._store, self._members.epoch)
             for group in self._groups:
                 group.abort()
         self.leave()  # not above: the error's traceback refers to the groups, as would the work, if it named them

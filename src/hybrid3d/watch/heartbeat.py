@@ -15,6 +15,7 @@ from contextlib import suppress
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from hybrid3d import ledger
 from hybrid3d.distributed import clone_store
 from hybrid3d.launch_environment import BEAT_SECONDS, heartbeat_seconds
 from hybrid3d.process import process_state, start_ticks
@@ -40,8 +41,8 @@ def current_phase() -> str:
 
 def read_phase(store: Store, rank: int) -> str:
     """Return the phase of a rank's last heartbeat; empty if it has not written one."""
-    key = f"beat/{rank}"
-    return json.loads(store.get(key))[1] if store.check([key]) else ""
+    beat = ledger.read_beat(store, rank)
+    return json.loads(beat)[1] if beat else ""
 
 
 class Heartbeat:
@@ -95,14 +96,14 @@ class Heartbeat:
 
     def _beat(self) -> None:
         """Write this rank's heartbeat and read that of the watched rank, until stopped."""
-        count, own_key, watched_key = 0, f"beat/{self._rank}", f"beat/{self._watched}"
-        stopped = False
+        count, stopped = 0, False
         while not stopped:
             stopped = self._stopped.wait(BEAT_SECONDS)
             count += 1
             try:
-                self._store.set(own_key, json.dumps([count, _phase, *self._identity, work_meter.record.step]))
-                self._last_beat = self._store.get(watched_key).decode() if self._store.check([watched_key]) else ""
+                beat = json.dumps([count, _phase, *self._identity, work_meter.record.step])
+                ledger.tell_beat(self._store, self._rank, beat)
+                self._last_beat = ledger.read_beat(self._store, self._watched)
                 self._answers, self._refused = self._answers + 1, False
             except dist.DistError:  # counts towards the timeout
                 self._refused = True

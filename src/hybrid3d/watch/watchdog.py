@@ -26,6 +26,7 @@ from types import FrameType
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from hybrid3d import ledger
 from hybrid3d.distributed import RANKS_PER_POLL_SECOND, clone_store
 from hybrid3d.launch_environment import heartbeat_seconds, wants_native_stacks
 from hybrid3d.watch import work_meter
@@ -55,7 +56,6 @@ NATIVE_STACKS_AFTER = 3  # times that rank 0 was told, so that it has named the 
 NATIVE_STACKS_SECONDS = 20  # for which the process may be stopped: less than a heartbeat's timeout
 NATIVE_FRAMES = 40  # of each thread, the innermost ones
 PR_SET_PTRACER, ANY = 0x59616D61, -1  # of prctl(2)
-_TOLD, _ALL_STAND = "standstill/told", "standstill/all"  # keys of the store
 
 Report = Callable[[str, str, dict[str, object]], None]
 
@@ -166,8 +166,8 @@ class Watchdog:
             with suppress(dist.DistError):
                 store = clone_store(self._store)
                 for rank in set(range(self._world_size)) - {self._rank, lost}:
-                    if store.check([_key(rank)]):
-                        found[rank] = read_standstill(store.get(_key(rank)).decode())
+                    if told := ledger.read_standstill(store, rank):
+                        found[rank] = read_standstill(told)
             known.update(found)
 
         reading = threading.Thread(target=read, name="waits", daemon=True)
@@ -223,15 +223,14 @@ class Watchdog:
         """Tell rank 0 of new steps, and that this rank stands; what is not told again counts as moved."""
         if self._steps_told != work_meter.record.begun:
             self._steps_told = work_meter.record.begun
-            self._store.set(f"work/{self._rank}", work_meter.record.message())
+            ledger.tell_work(self._store, self._rank, work_meter.record.message())
         standing = self._standing
         if standing is None and self._has_told:
-            self._store.delete_key(_key(self._rank))
+            ledger.tell_standstill(self._store, self._rank, None)
         self._has_told = standing is not None
         if standing is not None:
-            self._store.set(_key(self._rank), json.dumps(asdict(standing)))
-            self._store.add(_TOLD, 1)
-            if standing.seconds > self._limit and self._store.check([_ALL_STAND]):
+            ledger.tell_standstill(self._store, self._rank, json.dumps(asdict(standing)))
+            if standing.seconds > self._limit and ledger.do_all_stand(self._store):
                 self._dump(standing)
             self._times_told += self._dumped
             if self._times_told == NATIVE_STACKS_AFTER and wants_native_stacks():
@@ -239,12 +238,11 @@ class Watchdog:
 
     def _look(self) -> None:
         """Read which ranks stand, and report places that were not named before."""
-        messages, self._messages = self._messages, int(self._store.add(_TOLD, 0))
+        messages, self._messages = self._messages, ledger.count_standstills(self._store)
         if self._messages == messages and not self._told:
             return
         for rank in range(self._world_size):
-            key, told = _key(rank), self._told.get(rank, RankStatus())
-            message = self._store.get(key).decode() if self._store.check([key]) else ""
+            told, message = self._told.get(rank, RankStatus()), ledger.read_standstill(self._store, rank)
             polls = told.polls + 1 if message == told.message else 0
             self._told[rank] = RankStatus(message, polls, told.seen + 1 if message and polls < STALE_POLLS else 0)
         found = {rank: read_standstill(told.message) for rank, told in self._told.items() if told.seen}
@@ -254,10 +252,7 @@ class Watchdog:
             self._told = {}
         everyone = len(standing) == self._world_size
         working = {rank: place for rank, place in standing.items() if not place.waits}
-        if everyone:
-            self._store.set(_ALL_STAND, "")
-        else:
-            self._store.delete_key(_ALL_STAND)
+        ledger.tell_all_stand(self._store, everyone)
         named = working or (standing if everyone else {})
         at = {(rank, str(place)) for rank, place in named.items()}
         seen = {place for _, place in at & self._named}  # where a rank stands that was named
@@ -277,18 +272,13 @@ class Watchdog:
         if not self._looks_left:
             return
         self._looks_left -= 1
-        keys = {rank: f"work/{rank}" for rank in range(self._world_size)}
-        told = {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
+        told = ledger.read_works(self._store, range(self._world_size))
         works = {rank: work_meter.read_message(message) for rank, message in told.items()}
         for slow in work_meter.find_slow_ranks(works, SAMPLE_SECONDS):
             if (slow.rank, slow.phase) not in self._slow:
                 self._slow.add((slow.rank, slow.phase))
                 logger.warning("%s", slow)
                 self._report("slow_rank", str(slow), asdict(slow))
-
-
-def _key(rank: int) -> str:
-    return f"standstill/{rank}"
 
 
 def _find_wait(frame: FrameType) -> Wait | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 import logging
 import os
 import secrets
@@ -25,7 +24,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from hybrid3d import launch_environment
+from hybrid3d import launch_environment, ledger
 from hybrid3d.distributed import LostPeer
 from hybrid3d.workers.messages import Message, decode, encode
 
@@ -33,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_ENDED = "roles/ended"  # key of the store
 CONNECT_TIMEOUT = timedelta(minutes=1)
 ADDRESS_POLL_SECONDS = 0.5
 ACCEPT_PAUSE_SECONDS = 1.0  # after an error, such as too many open files
@@ -219,12 +217,12 @@ class Server:
         self._store, self._host, self._on_connection = store, host, on_connection
         self._closed = False
         self.port: int = self._socket.getsockname()[1]
-        store.set(_address(start), json.dumps([host, self.port]))
+        ledger.publish_address(store, start, host, self.port)
         threading.Thread(target=self._accept, name="connections", daemon=True).start()
 
     def end_run(self) -> None:
         """Let ranks that are started from now on know that the run has ended."""
-        self._store.set(_ENDED, "")
+        ledger.end_run(self._store)
 
     def close(self) -> None:
         """Accept no more connections."""
@@ -255,16 +253,6 @@ class Server:
         self._on_connection(made)
 
 
-def _address(start: int) -> str:
-    """Return the key of the address at which connections are accepted."""
-    return f"roles/address/{start}"
-
-
-def has_ended(store: Store) -> bool:
-    """Return whether the run has ended."""
-    return bool(store.check([_ENDED]))
-
-
 def connect(store: Store, start: int, has_failed: Callable[[], bool]) -> Connection | None:
     """Connect to the first rank that trains, when it accepts connections; return None if the run has ended.
 
@@ -275,15 +263,17 @@ def connect(store: Store, start: int, has_failed: Callable[[], bool]) -> Connect
     Raises:
         Disconnected: it does not answer, or does not know the secret, or has failed.
     """
-    if has_ended(store):
+    if ledger.has_ended(store):
         return None
     host, port = "its address", 0
     try:
-        while not store.check([_address(start)]):  # it imports its engine first; a heartbeat watches it
+        while (
+            address := ledger.read_address(store, start)
+        ) is None:  # it imports its engine first; a heartbeat watches
             if has_failed():
                 raise Disconnected("a rank that trains was lost")
             time.sleep(ADDRESS_POLL_SECONDS)
-        host, port = json.loads(store.get(_address(start)))
+        host, port = address
         made = socket.create_connection((host, port), CONNECT_TIMEOUT.total_seconds())
         authenticate(made, host, port, as_server=False)
     except (OSError, ValueError, dist.DistError) as error:

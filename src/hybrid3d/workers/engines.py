@@ -9,20 +9,19 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from hybrid3d import ledger
 from hybrid3d.config import Recipe
 from hybrid3d.generation.engine import Sampling
 from hybrid3d.generation.scheduler import Answers, Prompt
 from hybrid3d.run.logger import RunLogger
 from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.scoring.scorer import Query, Scores
-from hybrid3d.sync.elastic import Members, tell_lost
+from hybrid3d.sync.elastic import Members
 from hybrid3d.workers.channel import Connection, Disconnected
 from hybrid3d.workers.messages import Advance, Call, Leave, Reply, Score, SyncWeights, WithTexts
 from hybrid3d.workers.role_client import RoleClient, WorkerGroup
 
 T = TypeVar("T")
-
-_EPOCHS = "sync/epochs"  # key of the store, with the number of the last one
 
 
 class Engines(RoleClient):
@@ -51,7 +50,7 @@ class Engines(RoleClient):
         super()._lose(group)
         if not was_lost and group in self._taking_part:
             with suppress(dist.DistError):  # without the store the run ends
-                tell_lost(self._store, self._epoch)
+                ledger.tell_lost(self._store, self._epoch)
 
     def _record_lost(self, group: WorkerGroup, moment: float, ready: int) -> None:
         message = (
@@ -94,7 +93,7 @@ class Engines(RoleClient):
                 if len(ready) >= count:
                     before, self._taking_part = self._taking_part, ready
                     if ready != before:
-                        self._epoch = self._store.add(_EPOCHS, 1)
+                        self._epoch = ledger.next_epoch(self._store)
                     break
         for engine in self._taking_part:
             if engine in before:
@@ -132,7 +131,7 @@ class Engines(RoleClient):
     def fail_sync(self, why: str) -> None:
         """Have the next sync begin with new process groups."""
         with self._lock:
-            self._epoch = self._store.add(_EPOCHS, 1)
+            self._epoch = ledger.next_epoch(self._store)
         self._record.event("sync_failed", why=why, epoch=self._epoch)
 
     # Generation

@@ -16,11 +16,11 @@ from hybrid3d import distributed
 from hybrid3d.config import Recipe
 from hybrid3d.distributed import clone_store
 from hybrid3d.launch_environment import DISCONNECTED, State
-from hybrid3d.ledger import Progress, RankStart, TrainingAttempts
+from hybrid3d.ledger import Progress, RankStart, TrainingAttempts, has_ended
 from hybrid3d.run.oom_recovery import find_out_of_memory
 from hybrid3d.scoring.code import sandbox
 from hybrid3d.watch.heartbeat import STARTING, enter_phase
-from hybrid3d.workers.channel import Connection, Disconnected, connect, has_ended
+from hybrid3d.workers.channel import Connection, Disconnected, connect
 from hybrid3d.workers.messages import Call, End, Join, Joined, Leave, Leaving, Register, Reply, Stop
 
 logger = logging.getLogger(__name__)

@@ -11,6 +11,7 @@ from contextlib import suppress
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from hybrid3d import ledger
 from hybrid3d.config import Recipe
 from hybrid3d.distributed import clone_store
 from hybrid3d.run.logger import RunLogger
@@ -132,7 +133,7 @@ class RoleClient:
         self._registered[place] = {}
         start = up.pop()
         if start is None:
-            start = self._store.add(f"{self._role}/{place}/starts", 1) - 1
+            start = ledger.count_start(self._store, self._role, place)
         group = WorkerGroup(place, start * len(self._groups) + place, registered)
         self._groups[place] = group
         for connection in group.connections.values():
