@@ -26,6 +26,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from hybrid3d import patches
 from hybrid3d.launch_environment import (
     LOOPBACK,
+    MEETING_SECONDS,
     adopt_slurm,
     derived_key,
     local_rank,
@@ -72,7 +73,7 @@ __all__ = [
 SIOCGIFADDR = 0x8915  # of netdevice(7)
 IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 RANKS_PER_POLL_SECOND = 5000  # that ask the store in the same time
-MEETING_TIMEOUT = timedelta(seconds=15)  # of the creation of a group of ranks that are known to be there
+MEETING_TIMEOUT = timedelta(seconds=MEETING_SECONDS)
 WAIT_TIMEOUT, EXCHANGE_TIMEOUT = patches.WAIT_TIMEOUT, patches.EXCHANGE_TIMEOUT
 
 _spanning: dict[str, tuple[int, ...]] = {}  # the launcher's ranks of groups that are in no default group, by name

@@ -43,7 +43,21 @@ class State(bytes, enum.Enum):
 
 MAX_RANKS = 2**20
 MAX_SECONDS = 86_400.0
+
+# For how many seconds the processes of a run, once they have met, wait for each other, before one that does not answer
+# counts as lost. A wait that contains another one is longer: `tests/launch/test_deadlines.py` says which do.
 BEAT_SECONDS = 2.0  # between two heartbeats of a rank
+KILL_SECONDS = 5.0  # processes that were killed have exited, unless a device blocks them
+ANSWER_SECONDS = 5.0  # a thread, or a socket of the same machine, has answered, unless it hangs
+EXIT_SECONDS = 15.0  # a rank that has lost another one has written why, has killed what it started, and has exited
+MEETING_SECONDS = 15.0  # ranks that are known to be there have created a group
+CONNECT_SECONDS = 20.0  # another machine has accepted a connection; who connects has proven that it is of this run
+END_SECONDS = 30.0  # ranks that are told to end have ended, and others know; the longest pause before a restart
+CLOSE_SECONDS = 60.0  # engines have shut down; each node has answered, or sees a file; a cluster has room
+DECISION_SECONDS = 120.0  # rank 0's parent has heard how all ranks have ended, and has decided what follows
+DECIDED_SECONDS = 300.0  # a parent knows of it, unless the process that has the store is stopped
+START_SECONDS = 600.0  # engines are built; what was asked for is done; some rank of those that all wait has gone on
+FORGIVEN_SECONDS = 3600.0  # a rank that was ready for so long has its earlier restarts forgotten
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", re.ASCII)
 _SET_BY = {"RANK": "torchrun", "SLURM": "srun"}

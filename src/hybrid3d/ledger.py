@@ -1,12 +1,13 @@
 """What the ranks of a run tell each other by its store: who is alive, waits, was lost, and how starts have ended.
 
-No other module names keys of that store, but `launch/rendezvous.py`, by which the ranks meet. A function that reads
-what may not have been told returns nothing, or an empty text; all raise `DistError` where the store is gone.
+No other module names keys of a store, but `launch/rendezvous.py`, by which the ranks meet; others name stores within
+it (`PrefixStore`). What was not told is an empty text, or nothing; where the store is gone, `DistError` is raised.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -163,15 +164,13 @@ def read_beat(store: Store, rank: int) -> str:
 
 def forget_beat(store: Store, rank: int) -> None:
     """Let a rank, whose process has ended, be one that has not started."""
-    store.delete_key(f"beat/{rank}")
+    store.set(f"beat/{rank}", "")  # who reads it at this moment would wait for a key that is deleted
 
 
-def tell_standstill(store: Store, rank: int, standstill: str | None) -> None:
-    """Tell where a rank stands, or with None that it does not."""
-    if standstill is None:
-        store.delete_key(f"standstill/{rank}")
-    else:
-        store.set(f"standstill/{rank}", standstill)
+def tell_standstill(store: Store, rank: int, standstill: str) -> None:
+    """Tell where a rank stands, or with an empty text that it does not."""
+    store.set(f"standstill/{rank}", standstill)
+    if standstill:
         store.add("standstill/told", 1)
 
 
@@ -187,15 +186,12 @@ def count_standstills(store: Store) -> int:
 
 def tell_all_stand(store: Store, all_stand: bool) -> None:
     """Tell whether all ranks stand."""
-    if all_stand:
-        store.set("standstill/all", "")
-    else:
-        store.delete_key("standstill/all")
+    store.set("standstill/all", "yes" if all_stand else "")
 
 
 def do_all_stand(store: Store) -> bool:
     """Return whether all ranks stand."""
-    return bool(store.check(["standstill/all"]))
+    return bool(_read(store, "standstill/all"))
 
 
 def tell_work(store: Store, rank: int, work: str) -> None:
@@ -208,7 +204,8 @@ def read_works(store: Store, ranks: Iterable[int]) -> dict[int, str]:
     return {rank: work for rank in ranks if (work := _read(store, f"work/{rank}"))}
 
 
-# Who takes part in a sync (`sync/elastic.py`): an epoch is an attempt to create process groups of its members
+# Who takes part in a sync (`sync/elastic.py`): an epoch is an attempt to create process groups of its members. In a
+# transfer to a vLLM that others serve, an update is one.
 
 
 def next_epoch(store: Store) -> int:
@@ -226,9 +223,14 @@ def is_lost(store: Store, epoch: int) -> bool:
     return bool(store.check([f"lost/{epoch}"]))
 
 
-def arrive(store: Store, epoch: int, members: int = 1) -> int:
-    """Add so many members, or none, to those that have arrived; return how many have."""
-    return int(store.add(f"arrived/{epoch}", members))
+def arrive(store: Store, epoch: int) -> None:
+    """Tell that one more member has arrived."""
+    store.add(f"arrived/{epoch}", 1)
+
+
+def count_arrived(store: Store, epoch: int) -> int:
+    """Return how many members have arrived."""
+    return int(store.add(f"arrived/{epoch}", 0))
 
 
 # Where the ranks that do not train find the first one that does (`workers/`)
@@ -261,6 +263,60 @@ def end_run(store: Store) -> None:
 def has_ended(store: Store) -> bool:
     """Return whether the run has ended."""
     return bool(store.check(["roles/ended"]))
+
+
+# What the members of a transfer to a vLLM that others serve tell each other, by a store of theirs (`weight_transfer/`)
+
+
+def open_session(store: Store) -> str:
+    """Return the name of a new session, by which its members know each other, and tell it."""
+    store.set("session", secrets.token_hex(8))
+    return read_session(store)
+
+
+def read_session(store: Store) -> str:
+    """Return the name of the session, after waiting for it."""
+    return store.get("session").decode()
+
+
+def forget_session(store: Store) -> None:
+    """Let who connects from now on wait for another session."""
+    store.delete_key("session")
+
+
+def join(store: Store) -> None:
+    """Tell that one more member has joined."""
+    store.add("joined", 1)
+
+
+def count_joined(store: Store) -> int:
+    """Return how many members have joined."""
+    return int(store.add("joined", 0))
+
+
+def refuse(store: Store, why: str) -> None:
+    """Tell why a member cannot take part."""
+    store.set("refused", why)
+
+
+def read_refusal(store: Store) -> str:
+    """Return why a member cannot take part."""
+    return _read(store, "refused")
+
+
+def hear_refusal(store: Store) -> None:
+    """Tell that one more member knows of the refusal."""
+    store.add("told", 1)
+
+
+def count_told(store: Store) -> int:
+    """Return how many members know of the refusal."""
+    return int(store.add("told", 0))
+
+
+def check_answers(store: Store) -> None:
+    """Raise `DistError` if the store is gone."""
+    store.check(["alive"])
 
 
 def _read(store: Store, key: str) -> str:

@@ -16,10 +16,9 @@ from multiprocessing import process, resource_tracker, shared_memory
 from pathlib import Path
 from typing import Any
 
-from hybrid3d.launch_environment import RUN
+from hybrid3d.launch_environment import KILL_SECONDS, RUN
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 36, 37  # of prctl(2)
-KILL_SECONDS = 10  # within which killed processes have exited, unless a device blocks them
 RANKS_EXIT_SECONDS = 1.0  # within which the ranks of a killed launcher have exited
 SHARED_MEMORY = Path("/dev/shm")
 TRACKER_SECONDS = 2  # within which a resource tracker of multiprocessing exits by itself
@@ -84,7 +83,7 @@ def kill_descendants(keep: Container[int] = ()) -> None:
     start, own_tracker = time.monotonic(), resource_tracker_pids()
     while remaining := {pid for pid in child_pids(os.getpid()) - own_tracker if pid not in keep}:
         elapsed = time.monotonic() - start
-        if elapsed > KILL_SECONDS:
+        if elapsed > KILL_SECONDS:  # a device blocks them
             return
         for pid in set.union(remaining, *(descendant_pids(pid) for pid in remaining)):
             if elapsed > TRACKER_SECONDS or not _is_tracker(pid):

@@ -21,7 +21,7 @@ assert SPEC.loader is not None
 structure = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(structure)
 
-FILES, LINES = 356, 57444  # of the package
+FILES, LINES = 356, 57510  # of the package
 LINES_OF_ROOM = {
     "__init__": 10,
     "__main__": 10,
@@ -37,8 +37,8 @@ LINES_OF_ROOM = {
     "generation": 3950,
     "inputs": 1100,
     "launch": 2200,
-    "launch_environment": 320,
-    "ledger": 270,
+    "launch_environment": 340,
+    "ledger": 330,
     "patches": 260,
     "planning": 2410,
     "process": 230,
@@ -53,11 +53,11 @@ LINES_OF_ROOM = {
     "sync": 1180,
     "train": 4790,
     "trainer": 3210,
-    "watch": 950,
-    "weight_transfer": 1100,
-    "workers": 1530,
+    "watch": 940,
+    "weight_transfer": 1110,
+    "workers": 1520,
 }
-IMPORTS = 0.0772  # the share of lines that imports take; 0.065 is aimed at
+IMPORTS = 0.0774  # the share of lines that imports take; 0.065 is aimed at
 NONE = {
     "bench": 34,
     "certify": 13,
@@ -71,7 +71,7 @@ NONE = {
     "inputs": 36,
     "launch": 47,
     "launch_environment": 4,
-    "ledger": 2,
+    "ledger": 1,
     "patches": 1,
     "planning": 43,
     "process": 2,

@@ -49,7 +49,7 @@ MAY_IMPORT = {
     "generation": {"distributed", "rl", "config", "scoring"},
     "train": {"patches", "storage", "families", "distributed", "reshard", "rl", "config", "scoring"},
     "rollout": {"patches", "families", "reshard", "config", "generation"},
-    "weight_transfer": {"launch_environment", "patches", "distributed", "reshard", "rollout"},
+    "weight_transfer": {"launch_environment", "patches", "distributed", "ledger", "reshard", "rollout"},
     "run": {"errors", "storage", "process", "distributed", "rl", "config", "watch", "inputs", "generation"},
     "replay": {"errors", "storage", "reshard", "config", "generation", "run"},
     "report": {"errors", "config", "run"},
@@ -170,6 +170,22 @@ def test_import_rules_allow_only_what_is_needed() -> None:
     assert {room: sorted(targets) for room, targets in structure.rooms().items()} == {
         room: sorted(targets) for room, targets in MAY_IMPORT.items()
     }
+
+
+@pytest.mark.parametrize(
+    ("what", "places"),
+    [
+        # keys of stores, whatever the store is called where only a store has the method
+        (
+            r"store\.(set|add|check|get|wait|append)\(|raw\.set\(|\.(delete_key|compare_set|multi_[gs]et)\(",
+            {"ledger.py", "launch/rendezvous.py"},
+        ),
+        (r"\bpickle\.loads?\(", {"patches.py"}),
+    ],
+)
+def test_place_of_what_only_one_place_does(what: str, places: set[str]) -> None:
+    sources = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in PACKAGE.rglob("*.py")}
+    assert {path for path, source in sources.items() if re.search(what, source)} == places
 
 
 @pytest.mark.parametrize("room", ["run", "generation", "scoring", "inputs", "reshard", "config", "rl"])

@@ -52,7 +52,7 @@ def main(out: Path) -> None:
         report("deadlock", message, {})
         os._exit(0)
 
-    watchdog.DEADLOCK_SECONDS = DEADLOCK_SECONDS
+    watchdog.START_SECONDS = DEADLOCK_SECONDS
     watching = watchdog.Watchdog(store, rank, 3, report, on_deadlock=end)
     enter_phase("slow-disk" if rank == 1 else "wait")
     if rank == 1:

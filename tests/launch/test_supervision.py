@@ -180,7 +180,7 @@ def test_stopped_child_does_not_outlast_its_run(monkeypatch: pytest.MonkeyPatch)
     others = child_pids(os.getpid())  # such as the servers of warm processes, which other tests need
     monkeypatch.setattr(restarts, "kill_descendants", lambda: kill_descendants(keep=others))
     monkeypatch.setattr(restarts, "start_child", start)
-    monkeypatch.setattr(restarts, "LATE_SECONDS", 2.0)
+    monkeypatch.setattr(restarts, "EXIT_SECONDS", 2.0)
     threading.Timer(4.0, ended.set).start()
     begin = time.monotonic()
     code, states, _ = restarts._run_child(0, "", restarts.RunEnd(wait))

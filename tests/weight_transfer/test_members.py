@@ -15,10 +15,10 @@ import requests
 import torch
 from torch._C._distributed_c10d import PrefixStore
 
+from hybrid3d import ledger
 from hybrid3d.reshard import NoSink, NoSource
 from hybrid3d.weight_transfer import TrainerEngine, TrainerInitInfo, trainer
 from hybrid3d.weight_transfer.group import (
-    REFUSED,
     Membership,
     Rendezvous,
     TransferFailed,
@@ -111,12 +111,13 @@ def test_ranks_of_a_node_are_numbered_consecutively() -> None:
 def test_meeting_ends_with_a_refusal_or_in_time() -> None:
     store = host_store(ADDRESS, 0, 5)
     with pytest.raises(TransferFailed, match=r"2 of 2 members have not arrived within 0\.1 s"):
-        meet(store, "arrived", 2, 0.1)
-    store.add("arrived", 2)
-    meet(store, "arrived", 2, 0.1)
-    store.set(REFUSED, "no, thanks")
+        meet(store, ledger.count_joined, 2, 0.1)
+    ledger.join(store)
+    ledger.join(store)
+    meet(store, ledger.count_joined, 2, 0.1)
+    ledger.refuse(store, "no, thanks")
     with pytest.raises(TransferFailed, match="no, thanks"):
-        meet(store, "arrived", 3, 60)
+        meet(store, ledger.count_joined, 3, 60)
 
 
 def test_store_that_does_not_answer_is_named() -> None:
@@ -161,8 +162,8 @@ def test_session_is_forgotten_once_its_members_have_met(monkeypatch: pytest.Monk
     class Joining(Client):
         def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
             store = find_store(info["master_address"], info["master_port"], 5)
-            assert store.get("session").decode() == info["session"]
-            PrefixStore(info["session"], store).add("joined", 1)
+            assert ledger.read_session(store) == info["session"]
+            ledger.join(PrefixStore(info["session"], store))
 
     monkeypatch.setattr(trainer, "Membership", lambda *_: None)
     info = TrainerInitInfo(rank=0, master_address=ADDRESS, world_size=2, timeout=20)
@@ -204,7 +205,7 @@ def test_tensors_of_a_source_are_dropped_after_an_update() -> None:
     store = host_store(ADDRESS, 0, 5)
     engine._membership = SimpleNamespace(store=store, resharder=Moving(), ranks=[0, 1], leave=lambda: None)  # type: ignore[assignment]
     for update in (1, 2):
-        store.add(f"arrived/{update}", 1)
+        ledger.arrive(store, update)
         engine.send_weights()
         assert engine.reports == (WorkerReport(8, 8),)
     assert len(made) == 4
@@ -259,7 +260,7 @@ def test_worker_that_cannot_take_part_tells_all(worker: Any, problem: str) -> No
     engine = worker()
     engine.init_transfer_engine(INIT | {"master_port": store.port})
     with pytest.raises(TransferFailed, match=problem):
-        meet(PrefixStore("s", store), "joined", 2, 60)
+        meet(PrefixStore("s", store), ledger.count_joined, 2, 60)
     assert engine.take_failure() != ""
     assert engine.take_failure() == ""
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 TOLERANCE = 0.2  # by which what is measured may differ from what is assumed
 SETTINGS = {"nvlink": "nvlink_gb_per_s", "network": "network_gb_per_s", "copies": "copies_gb_per_s"}
 PLANNED = ("sync", "copies")  # what `plan` predicts with these numbers
-MEETING_SECONDS = 60  # within which the ranks have started
+STARTED_SECONDS = 60  # within which the ranks have started
 GROUPS_SECONDS = 90.0  # within which all groups of a recipe are measured
 GROUPS = "groups.json"  # in the run's folder: what was measured
 
@@ -57,7 +57,7 @@ def _run_ranks(recipe: Recipe, folder: Path) -> tuple[list[dict[str, Any]] | Non
     run.make_logs()
     file.write_text(recipe_to_yaml(recipe), encoding="utf-8")
     said = io.StringIO()
-    quiet = {RENDEZVOUS_SECONDS: str(MEETING_SECONDS), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    quiet = {RENDEZVOUS_SECONDS: str(STARTED_SECONDS), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     with mock.patch.dict(os.environ, {CHECKED: "1", **{key: os.environ.get(key, quiet[key]) for key in quiet}}):
         from hybrid3d.launch.launcher import launch  # torch reads its level of logging when it is imported
 

@@ -17,20 +17,24 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from msgspec.structs import replace
-
 from hybrid3d import launch_environment
-from hybrid3d.launch_environment import BEAT_SECONDS, CHECKED, DISCONNECTED, State, heartbeat_seconds
+from hybrid3d.launch_environment import (
+    BEAT_SECONDS,
+    CHECKED,
+    DISCONNECTED,
+    END_SECONDS,
+    EXIT_SECONDS,
+    FORGIVEN_SECONDS,
+    START_SECONDS,
+    State,
+    heartbeat_seconds,
+)
 from hybrid3d.process import adopt_orphans, kill_descendants, kill_when_parent_exits
 from hybrid3d.run.ends import Ended, read_end
 from hybrid3d.run.folder import RunFolder
-from hybrid3d.watch.heartbeat import START_SECONDS
 
 RESTART_COUNT, FAILURE = "HYBRID3D_RESTART_COUNT", "HYBRID3D_RESTART_FAILURE"
 MAX_FAILURE_TEXT = 1000  # characters of a reason that are kept
-MAX_PAUSE_SECONDS = 30.0  # before a restart, when the one before did not become ready
-LATE_SECONDS = 10.0  # without a sign of life after the end of the run
-FORGIVEN_SECONDS = 3600.0  # after it was ready for so long, earlier restarts do not count any more
 
 
 class ChildProcess:
@@ -147,17 +151,17 @@ def run_with_restarts(folder: RunFolder, role: str, max_restarts: int, run_end: 
             return (code if started == 1 else 0), None  # store is gone because the run has ended
         was_ready |= State.READY.value in states
         if not (was_ready or code < 0 or end.peer):
-            return 1, end
+            return 1, Ended(rank, why, peer=end.peer)
         if ready_seconds > FORGIVEN_SECONDS:
             restarts = 0
         pauses = 0 if State.READY.value in states else pauses + 1
         if restarts == max_restarts:
             again = f"; it was started again {max_restarts} times: raise roles.{role}.max_restarts"
-            return 1, replace(end, reason=end.reason + (again if max_restarts else ""))
+            return 1, Ended(rank, why + (again if max_restarts else ""), peer=end.peer)
         restarts += 1
         with suppress(OSError):
             folder.failure_path(rank).unlink()
-        time.sleep(min(MAX_PAUSE_SECONDS, 2.0**pauses - 1))
+        time.sleep(min(END_SECONDS, 2.0**pauses - 1))
 
 
 def _run_child(restart_count: int, failure: str, run_end: RunEnd) -> tuple[int, bytes, float]:
@@ -181,7 +185,7 @@ def _run_child(restart_count: int, failure: str, run_end: RunEnd) -> tuple[int, 
         if ready_at is None and State.READY.value in states:
             ready_at = now
         patience = heartbeat_seconds() if ready_at is not None else max(heartbeat_seconds(), START_SECONDS)
-        if silent > (LATE_SECONDS if run_end.has_come else patience):
+        if silent > (EXIT_SECONDS if run_end.has_come else patience):
             child.send_signal(signal.SIGKILL)
     child.wait()
     kill_descendants()  # which may have the pipe too

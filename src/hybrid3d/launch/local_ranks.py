@@ -15,11 +15,9 @@ from contextlib import suppress
 
 from hybrid3d.errors import UserMistake
 from hybrid3d.launch.rendezvous import host_store, why_not
-from hybrid3d.launch_environment import LOOPBACK
+from hybrid3d.launch_environment import ANSWER_SECONDS, END_SECONDS, LOOPBACK
 
 POLL_SECONDS = 0.1
-CONNECT_SECONDS = 5.0
-END_SECONDS = 30.0  # within which ranks that are told to end have ended
 ASYNC_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
@@ -61,7 +59,7 @@ def run_ranks(command: Sequence[str], world_size: int, restarts: Mapping[int, in
 def _check_loopback() -> None:
     try:
         with socket.create_server((LOOPBACK, 0)) as server:
-            socket.create_connection(server.getsockname(), CONNECT_SECONDS).close()
+            socket.create_connection(server.getsockname(), ANSWER_SECONDS).close()
     except OSError as error:
         fix = "its ranks meet there: ip link set lo up (as root)"
         raise UserMistake(f"no connection to {LOOPBACK} of this machine ({why_not(error)}): {fix}") from None

@@ -28,14 +28,10 @@ from rich.console import Console
 from hybrid3d.config import Recipe, RecipeError
 from hybrid3d.launch.launcher import supervise
 from hybrid3d.launch.ray_access import MODE, TOKEN, TOKEN_PATH, find_token
-from hybrid3d.launch_environment import CHECKED, RUN
+from hybrid3d.launch_environment import CHECKED, CLOSE_SECONDS, CONNECT_SECONDS, EXIT_SECONDS, RUN
 from hybrid3d.process import remove_shared_memory
 from hybrid3d.run.folder import RunFolder
 
-PLACED_SECONDS = 60  # within which a cluster that is large enough has room for the ranks
-STOP_SECONDS = 10  # within which actors have killed their ranks and cleaned up
-REPORT_SECONDS = 10  # within which ranks that have lost a peer have written why they failed
-CONNECT_SECONDS = 10
 POLL_SECONDS = 0.3
 FOR_RANKS = (
     *("NCCL_", "GLOO_", "UCX_", "HF_", "TORCH_", "PYTORCH_", "CUDA_", "OMP_", "VLLM_", "NVTE_", "TRITON_", "HYBRID3D_"),
@@ -135,8 +131,8 @@ def _placed(recipe: Recipe, address: str) -> Iterator[list[Place]]:
         groups.append(placement_group([{"CPU": 1}] * len(others), strategy="SPREAD"))
         places += [Place(range(rank, rank + 1), groups[1], i) for i, rank in enumerate(others)]
     try:
-        if not all(group.wait(PLACED_SECONDS) for group in groups):
-            busy = f"the Ray cluster at {address} has had no room for {PLACED_SECONDS} s: others use it"
+        if not all(group.wait(CLOSE_SECONDS) for group in groups):
+            busy = f"the Ray cluster at {address} has had no room for {CLOSE_SECONDS:g} s: others use it"
             raise RecipeError(recipe.name, [f"{problem}: {busy}"])
         yield places
     finally:
@@ -195,9 +191,9 @@ def _run_once(arguments: list[str], recipe: Recipe, folder: RunFolder, places: S
     actors = _start_actors(places)
     try:
         try:
-            locations = ray.get([actor.location.remote() for actor in actors], timeout=PLACED_SECONDS)
+            locations = ray.get([actor.location.remote() for actor in actors], timeout=CLOSE_SECONDS)
         except ray.exceptions.RayError as error:  # a node was lost, and the ranks are started again
-            lost = f"the nodes of its ranks do not answer within {PLACED_SECONDS} s"
+            lost = f"the nodes of its ranks do not answer within {CLOSE_SECONDS:g} s"
             raise RecipeError(recipe.name, [f"{lost}: {type(error).__name__}: start it again when they do"]) from error
         host, port, _ = locations[0]
         running = {}
@@ -231,7 +227,7 @@ def user_variables() -> dict[str, str]:
 
 def _wait_for(calls: list[Any]) -> None:
     """Wait for calls whose results do not matter, but not for long: an actor or its node may be lost."""
-    ray.wait(calls, num_returns=len(calls), timeout=STOP_SECONDS)
+    ray.wait(calls, num_returns=len(calls), timeout=EXIT_SECONDS)
 
 
 def _start_actors(places: Sequence[Place]) -> list[Any]:
@@ -256,7 +252,7 @@ def _wait(running: dict[Any, int], output: Path) -> dict[int, int]:
                 sys.stdout.buffer.write(printed.read())
                 sys.stdout.flush()
         if failures:
-            failures |= _finished(running, REPORT_SECONDS, len(running))
+            failures |= _finished(running, EXIT_SECONDS, len(running))
     return failures
 
 

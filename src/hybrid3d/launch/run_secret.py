@@ -18,14 +18,13 @@ from torch.distributed.distributed_c10d import Store
 from hybrid3d.config import Recipe
 from hybrid3d.generation.agents.program import KEY_VARIABLE
 from hybrid3d.launch.rendezvous import RendezvousError
-from hybrid3d.launch_environment import derived_key, secret, set_secret
+from hybrid3d.launch_environment import CLOSE_SECONDS, derived_key, secret, set_secret
 from hybrid3d.ledger import share
 from hybrid3d.run.folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
 SECRET_BYTES = 32
-SEEN_SECONDS = 60.0  # within which all nodes see a file that rank 0 has written: some file systems are slow
 POLL_SECONDS = 0.5
 
 
@@ -80,7 +79,7 @@ def adopt_secret(recipe: Recipe, folder: RunFolder, store: Store, rank: int) -> 
         if agents is not None and agents.command is None and not os.environ.get(KEY_VARIABLE):
             write_agents_key(folder)
         return
-    end = time.monotonic() + SEEN_SECONDS
+    end = time.monotonic() + CLOSE_SECONDS  # some file systems are slow
     while True:
         try:
             found = _read(path, is_proof)

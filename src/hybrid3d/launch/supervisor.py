@@ -24,7 +24,15 @@ from torch.distributed.distributed_c10d import Store
 from hybrid3d.config import Recipe
 from hybrid3d.launch import rendezvous
 from hybrid3d.launch.child import become_parent, start_child
-from hybrid3d.launch_environment import local_rank, rank, run_id
+from hybrid3d.launch_environment import (
+    CLOSE_SECONDS,
+    DECIDED_SECONDS,
+    DECISION_SECONDS,
+    EXIT_SECONDS,
+    local_rank,
+    rank,
+    run_id,
+)
 from hybrid3d.ledger import TrainingAttempts, forget_beat, has_ended
 from hybrid3d.process import kill_descendants, remove_shared_memory
 from hybrid3d.run import terminal
@@ -34,10 +42,6 @@ from hybrid3d.run.terminal import print_error
 
 logger = logging.getLogger(__name__)
 
-EXIT_SECONDS = 10.0  # within which ranks that have lost a peer have written why they fail, and have ended
-REPORT_SECONDS = 60.0  # within which the parents of all ranks report
-DECISION_SECONDS = 120.0  # within which rank 0's parent has decided
-ANSWER_SECONDS = 300.0  # within which the store has answered all of it, unless its process is stopped
 STOPPED = -signal.SIGTERM  # exit code of a rank that was killed because another one is lost
 
 
@@ -64,7 +68,7 @@ def run_training_rank(recipe: Recipe, folder: RunFolder, launched: bool) -> int:
     starts, restarts = TrainingAttempts(store, recipe.world_size), 0
     for start in itertools.count():
         code = _wait(child or start_child(start), starts, start)
-        no_answer = threading.Timer(ANSWER_SECONDS, os._exit, [1])
+        no_answer = threading.Timer(DECIDED_SECONDS, os._exit, [1])
         no_answer.daemon = True
         no_answer.start()
         try:
@@ -79,7 +83,7 @@ def run_training_rank(recipe: Recipe, folder: RunFolder, launched: bool) -> int:
             if rank() > 0:
                 again = starts.is_there_another(start, DECISION_SECONDS)
             else:
-                codes = starts.await_ends(start, recipe.role_ranks["train"], REPORT_SECONDS)
+                codes = starts.await_ends(start, recipe.role_ranks["train"], CLOSE_SECONDS)
                 decision = _decide(recipe, folder, codes, restarts, has_ended(store))
                 _tell(recipe, folder, decision, restarts, launched)
                 restarts += decision.counts

@@ -41,10 +41,10 @@ class Ended(msgspec.Struct, frozen=True):
     final: bool = False
 
     @classmethod
-    def by_code(cls, rank: int, code: int, peer: bool = False) -> Ended:
+    def by_code(cls, rank: int, code: int) -> Ended:
         """Return how a rank has ended of which only the exit code is known, negative for a signal."""
         how = f"killed by {describe_signal(-code)}" if code < 0 else f"ended with exit code {code}"
-        return cls(rank, how, peer=peer)
+        return cls(rank, how)
 
     def write(self, folder: RunFolder, exclusive: bool = False) -> bool:
         """Write this record for who started the rank, atomically, as that may read it at any moment.
@@ -83,15 +83,18 @@ class Ended(msgspec.Struct, frozen=True):
 def read_ends(folder: RunFolder) -> Iterator[tuple[Path, Ended | None]]:
     """Yield the file of each rank that has left a record, and the record; None if it cannot be read."""
     for path in sorted(folder.logs.glob("rank-*.failure")):
-        found = None
-        with suppress(OSError, ValueError, RecursionError), open(path, "rb") as file:
-            found = msgspec.json.decode(file.read(MAX_RECORD), type=Ended)
-        yield path, found
+        yield path, _read(path)
 
 
 def read_end(folder: RunFolder, rank: int) -> Ended | None:
     """Return the record that a rank has left; None if there is none, or it cannot be read."""
-    return dict(read_ends(folder)).get(folder.failure_path(rank))
+    return _read(folder.failure_path(rank))
+
+
+def _read(path: Path) -> Ended | None:
+    with suppress(OSError, ValueError, RecursionError), open(path, "rb") as file:
+        return msgspec.json.decode(file.read(MAX_RECORD), type=Ended)
+    return None
 
 
 def find_root_cause(folder: RunFolder, codes: Mapping[int, int], ranks: Container[int] | None = None) -> Ended:

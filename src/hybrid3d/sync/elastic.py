@@ -104,12 +104,11 @@ class ElasticSync:
     def _meet(self, members: Members) -> None:
         """Wait until all members are here, as creating a group with one that is lost takes a minute to fail."""
         pause = max(0.01, len(members.ranks) / RANKS_PER_POLL_SECOND)
-        arrived = ledger.arrive(self._store, members.epoch)
-        while arrived < len(members.ranks):
+        ledger.arrive(self._store, members.epoch)
+        while ledger.count_arrived(self._store, members.epoch) < len(members.ranks):
             if ledger.is_lost(self._store, members.epoch):
                 raise LostPeer("a rank was lost before all had arrived")
             time.sleep(pause)
-            arrived = ledger.arrive(self._store, members.epoch, members=0)
 
     def bucket_ready(self, bucket: int, last: bool) -> None:
         """See `Sync.bucket_ready`; it does nothing once a member has been lost."""

@@ -17,13 +17,11 @@ from torch.distributed.distributed_c10d import Store
 
 from hybrid3d import ledger
 from hybrid3d.distributed import clone_store
-from hybrid3d.launch_environment import BEAT_SECONDS, heartbeat_seconds
+from hybrid3d.launch_environment import ANSWER_SECONDS, BEAT_SECONDS, START_SECONDS, heartbeat_seconds
 from hybrid3d.process import process_state, start_ticks
 from hybrid3d.watch import work_meter
 
-START_SECONDS = 600.0  # timeout before the first phase: importing libraries and building engines can block threads
 STARTING, OVER = "start-up", "over"
-CLOSING_SECONDS = 5.0
 
 _phase = STARTING
 
@@ -92,7 +90,7 @@ class Heartbeat:
         enter_phase(OVER)
         self._stopped.set()
         for thread in self._threads:
-            thread.join(CLOSING_SECONDS)
+            thread.join(ANSWER_SECONDS)
 
     def _beat(self) -> None:
         """Write this rank's heartbeat and read that of the watched rank, until stopped."""
@@ -136,6 +134,7 @@ class Heartbeat:
         phase = json.loads(last_beat)[1] if last_beat else STARTING
         if phase == OVER:
             return math.inf
+        # Importing libraries and building engines, before the first phase, can block threads
         return max(heartbeat_seconds(), START_SECONDS) if phase == STARTING else heartbeat_seconds()
 
     def _end_run(self, rank: int, silent: float, last_beat: str, subject: str = "it") -> None:

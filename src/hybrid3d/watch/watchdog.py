@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import Store
 
 from hybrid3d import ledger
 from hybrid3d.distributed import RANKS_PER_POLL_SECOND, clone_store
-from hybrid3d.launch_environment import heartbeat_seconds, wants_native_stacks
+from hybrid3d.launch_environment import ANSWER_SECONDS, START_SECONDS, heartbeat_seconds, wants_native_stacks
 from hybrid3d.watch import work_meter
 from hybrid3d.watch.heartbeat import OVER, STARTING, current_phase
 from hybrid3d.watch.stalls import (
@@ -49,9 +49,7 @@ logger = logging.getLogger(__name__)
 SAMPLE_SECONDS = 0.1
 MAX_PASSED = 2.0  # seconds that count between two samples; more passes where the process was suspended
 POLL_SECONDS = 5.0  # between two times that ranks that stand tell so, and that rank 0 looks
-STORE_SECONDS = 5.0  # in which the store has answered, before the run ends without it
 STALE_POLLS = 2  # after which a rank that has told nothing more has moved, or is lost
-DEADLOCK_SECONDS = 600.0  # for which all ranks have waited for each other when the run ends
 NATIVE_STACKS_AFTER = 3  # times that rank 0 was told, so that it has named the rank that is stopped for them
 NATIVE_STACKS_SECONDS = 20  # for which the process may be stopped: less than a heartbeat's timeout
 NATIVE_FRAMES = 40  # of each thread, the innermost ones
@@ -172,7 +170,7 @@ class Watchdog:
 
         reading = threading.Thread(target=read, name="waits", daemon=True)
         reading.start()
-        reading.join(STORE_SECONDS)
+        reading.join(ANSWER_SECONDS)
         role = self._role_of(lost)
         return (f"; its role is {role}" if role else "") + waits_for(lost, dict(sorted(known.items())))
 
@@ -226,7 +224,7 @@ class Watchdog:
             ledger.tell_work(self._store, self._rank, work_meter.record.message())
         standing = self._standing
         if standing is None and self._has_told:
-            ledger.tell_standstill(self._store, self._rank, None)
+            ledger.tell_standstill(self._store, self._rank, "")
         self._has_told = standing is not None
         if standing is not None:
             ledger.tell_standstill(self._store, self._rank, json.dumps(asdict(standing)))
@@ -262,7 +260,7 @@ class Watchdog:
             fields: dict[str, object] = {"ranks": sorted(named), "places": places(known), "waits": waits(known)}
             fields |= {"step": max(steps)} if steps else {}
             self._report("standstill", standstill_message(named, known, everyone, self._role_of), fields)
-        if everyone and not working and min(place.seconds for place in standing.values()) > DEADLOCK_SECONDS:
+        if everyone and not working and min(place.seconds for place in standing.values()) > START_SECONDS:
             self._on_deadlock(standstill_message(standing, known, everyone, self._role_of))
 
     def _look_for_slow_ranks(self) -> None:

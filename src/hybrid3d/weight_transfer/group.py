@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import distributed_c10d
 
-from hybrid3d.distributed import interface_of
+from hybrid3d import ledger
+from hybrid3d.distributed import clone_store, interface_of
 from hybrid3d.launch_environment import source_address
 from hybrid3d.reshard import JsonExchange, Resharder, WeightSink, WeightSource
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # of the machine, for all of its containers
 WATCH_SECONDS, MEETING_POLL_SECONDS = 0.5, 0.02
-REFUSED = "refused"  # a key of the store: why a member cannot take part
 
 
 class TransferFailed(RuntimeError):
@@ -87,22 +87,25 @@ def find_store(address: str, port: int, timeout: float) -> TCPStore:
         raise ConnectionError(f"the trainer does not answer at {address}:{port} within {timeout:g} s") from error
 
 
-def meet(store: Store, key: str, count: int, timeout: float, check: Callable[[], None] = lambda: None) -> None:
-    """Wait until so many members have arrived under a key of the store.
+def meet(
+    store: Store, arrived: Callable[[Store], int], count: int, timeout: float, check: Callable[[], None] = lambda: None
+) -> None:
+    """Wait until so many members have arrived.
 
     Args:
+        arrived: returns how many have, by the store.
         check: called now and then meanwhile.
 
     Raises:
         TransferFailed: a member cannot take part, or some have not arrived in time.
     """
     end = time.monotonic() + timeout
-    while (arrived := store.add(key, 0)) < count:
+    while (here := arrived(store)) < count:
         check()
-        if store.check([REFUSED]):
-            raise TransferFailed(store.get(REFUSED).decode())
+        if refusal := ledger.read_refusal(store):
+            raise TransferFailed(refusal)
         if time.monotonic() > end:
-            raise TransferFailed(f"{count - arrived} of {count} members have not arrived within {timeout:g} s")
+            raise TransferFailed(f"{count - here} of {count} members have not arrived within {timeout:g} s")
         time.sleep(MEETING_POLL_SECONDS)
 
 
@@ -167,10 +170,10 @@ class Membership:
 
     def _watch(self) -> None:
         """Abort the group once the trainer's store is gone: over NCCL nobody notices that a member is."""
-        group, store = self._group, self.store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
+        group, store = self._group, clone_store(self.store)
         while self._watching:
             try:
-                store.check(["alive"])
+                ledger.check_answers(store)
             except dist.DistError:
                 group.abort()
                 return

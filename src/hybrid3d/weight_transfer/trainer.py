@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import functools
 import threading
 import time
 import traceback
@@ -16,12 +16,12 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from vllm.distributed.weight_transfer import base
 
+from hybrid3d import ledger
 from hybrid3d.distributed import is_lost_peer
 from hybrid3d.reshard import NoSink, PlainSource
 from hybrid3d.weight_transfer import BACKEND, register
 from hybrid3d.weight_transfer.group import (
     MEETING_POLL_SECONDS,
-    REFUSED,
     Membership,
     Rendezvous,
     TransferFailed,
@@ -32,7 +32,7 @@ from hybrid3d.weight_transfer.group import (
 from hybrid3d.weight_transfer.sources import read_source
 from hybrid3d.weight_transfer.worker import LOST, UpdateInfo, WorkerInitInfo
 
-ANSWER_SECONDS = 10.0  # in which vLLM says why a worker has gone
+CAUSE_SECONDS = 10.0  # in which vLLM says why a worker has gone
 MIB = 2**20
 
 register()  # vLLM loads its plugins in its own processes only, and a trainer may ask its factory
@@ -148,14 +148,13 @@ class TrainerEngine(base.TrainerWeightTransferEngine):
     def _connect(self) -> None:
         info, device = self._info, self._device
         self._store = raw = self._find_store()
-        if info.is_sender:
-            raw.set("session", secrets.token_hex(8))
-        session, bucket_bytes = raw.get("session").decode(), info.bucket_mib * MIB
+        session = ledger.open_session(raw) if info.is_sender else ledger.read_session(raw)
+        bucket_bytes = info.bucket_mib * MIB
         where = Rendezvous(info.master_address, session, info.world_size, device.type, info.timeout, bucket_bytes)
         store = PrefixStore(session, raw)
-        store.add("joined", 1)
+        ledger.join(store)
         # vLLM is asked once all ranks are there: each learns why it refuses, and none waits for a store that is gone
-        meet(store, "joined", info.num_trainer_ranks, info.timeout)
+        meet(store, ledger.count_joined, info.num_trainer_ranks, info.timeout)
         if info.is_sender:
             for_workers = WorkerInitInfo(
                 master_address=info.master_address,
@@ -168,9 +167,9 @@ class TrainerEngine(base.TrainerWeightTransferEngine):
                 bucket_bytes=bucket_bytes,
             )
             self._call(self.client.init_weight_transfer_engine, asdict(for_workers))
-        meet(store, "joined", info.world_size, info.timeout, lambda: self._pass_on_refusal(store))
+        meet(store, ledger.count_joined, info.world_size, info.timeout, lambda: self._pass_on_refusal(store))
         if info.is_sender:
-            raw.delete_key("session")  # a rank that connects anew too early would join it
+            ledger.forget_session(raw)  # a rank that connects anew too early would join it
         source = PlainSource(self._tensors, self._holdings)
         self._membership = Membership(store, info.rank, where, source, NoSink(), device)
         self._wait_for_answer()
@@ -190,7 +189,8 @@ class TrainerEngine(base.TrainerWeightTransferEngine):
         self._call(self._start, asdict(UpdateInfo(self._updates)))
         self._tensors.update(self._read())
         workers = info.world_size - info.num_trainer_ranks
-        meet(store, f"arrived/{self._updates}", workers, info.timeout, lambda: self._pass_on_refusal(store))
+        arrived = functools.partial(ledger.count_arrived, epoch=self._updates)
+        meet(store, arrived, workers, info.timeout, lambda: self._pass_on_refusal(store))
         resharder.run(self._updates)
         resharder.bind()  # to those of the next update
         self._tensors.clear()
@@ -230,14 +230,13 @@ class TrainerEngine(base.TrainerWeightTransferEngine):
     def _pass_on_refusal(self, store: Store) -> None:
         """Tell the other members that vLLM has refused rank 0's call; the store is kept until the ranks know."""
         if not self.is_sender:
-            if store.check([REFUSED]):
-                refusal = store.get(REFUSED).decode()
-                store.add("told", 1)
+            if refusal := ledger.read_refusal(store):
+                ledger.hear_refusal(store)
                 raise TransferFailed(refusal)
         elif self._answer.done() and (error := self._answer.exception()):
-            store.set(REFUSED, str(error))
-            end = time.monotonic() + ANSWER_SECONDS
-            while store.add("told", 0) < self._info.num_trainer_ranks - 1 and time.monotonic() < end:
+            ledger.refuse(store, str(error))
+            end = time.monotonic() + CAUSE_SECONDS
+            while ledger.count_told(store) < self._info.num_trainer_ranks - 1 and time.monotonic() < end:
                 time.sleep(MEETING_POLL_SECONDS)
 
     def _attempt(self, work: Callable[[], None]) -> None:
@@ -257,7 +256,7 @@ class TrainerEngine(base.TrainerWeightTransferEngine):
         """Return why a member is lost: rank 0 learns it from vLLM, if that still answers."""
         if self.is_sender:
             with suppress(TimeoutError):
-                if answered := self._answer.exception(ANSWER_SECONDS):
+                if answered := self._answer.exception(CAUSE_SECONDS):
                     return str(answered)
         return f"{LOST}: {_cause(error)}"
 

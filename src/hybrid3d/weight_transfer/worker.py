@@ -15,11 +15,12 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.logger import init_logger
 
+from hybrid3d import ledger
 from hybrid3d.distributed import is_lost_peer
 from hybrid3d.reshard import CorruptTensors, NoSource, PlanError
 from hybrid3d.rollout.loader_trace import UnsupportedLoader
 from hybrid3d.rollout.sink import VllmSink
-from hybrid3d.weight_transfer.group import REFUSED, Membership, Rendezvous, TransferFailed, find_store, meet
+from hybrid3d.weight_transfer.group import Membership, Rendezvous, TransferFailed, find_store, meet
 
 logger = init_logger(__name__)
 
@@ -98,10 +99,10 @@ class WorkerEngine(WeightTransferEngine):
         store = PrefixStore(info.session, find_store(info.master_address, info.master_port, info.timeout))
         refusal = self._refusal(info)
         if refusal:
-            store.set(REFUSED, refusal)  # the other members wait for this one
+            ledger.refuse(store, refusal)  # the other members wait for this one
             raise TransferFailed(refusal)
-        store.add("joined", 1)
-        meet(store, "joined", info.world_size, info.timeout)
+        ledger.join(store)
+        meet(store, ledger.count_joined, info.world_size, info.timeout)
         sink = VllmSink(self.model, self.vllm_config)
         self._membership = Membership(store, rank, where, NoSource(), sink, self.device)
 
@@ -126,7 +127,7 @@ class WorkerEngine(WeightTransferEngine):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         if not self._membership:
             raise RuntimeError("no trainer is connected: call init_weight_transfer_engine first")
-        self._membership.store.add(f"arrived/{update_info.update}", 1)
+        ledger.arrive(self._membership.store, update_info.update)
         resharder = self._membership.resharder
         report = resharder.run(update_info.update)
         resharder.exchange.unique((resharder.exchange.rank, report.received_bytes, resharder.lower_bound))

@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from multiprocessing import connection
 from typing import TypeVar
 
@@ -26,16 +25,15 @@ from torch.distributed.distributed_c10d import Store
 
 from hybrid3d import launch_environment, ledger
 from hybrid3d.distributed import LostPeer
+from hybrid3d.launch_environment import CLOSE_SECONDS, CONNECT_SECONDS
 from hybrid3d.workers.messages import Message, decode, encode
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-CONNECT_TIMEOUT = timedelta(minutes=1)
 ADDRESS_POLL_SECONDS = 0.5
 ACCEPT_PAUSE_SECONDS = 1.0  # after an error, such as too many open files
-AUTHENTICATION_SECONDS = 20.0  # within which the other end has proven that it belongs to the run
 NONCE_BYTES = PROOF_BYTES = 32
 # A node that is lost and does not close its connections is noticed within a minute
 TCP_OPTIONS = (
@@ -68,8 +66,8 @@ def authenticate(of_socket: socket.socket, host: str, port: int, as_server: bool
         NotOfThisRun: the other end does not know the secret.
         OSError: it has gone, or is silent.
     """
-    end = time.monotonic() + AUTHENTICATION_SECONDS  # of the whole proof, however slowly its bytes come
-    of_socket.settimeout(AUTHENTICATION_SECONDS)
+    end = time.monotonic() + CONNECT_SECONDS  # of the whole proof, however slowly its bytes come
+    of_socket.settimeout(CONNECT_SECONDS)
     own = secrets.token_bytes(NONCE_BYTES)
     of_socket.sendall(own)
     other = _receive_bytes(of_socket, NONCE_BYTES, end)
@@ -267,14 +265,13 @@ def connect(store: Store, start: int, has_failed: Callable[[], bool]) -> Connect
         return None
     host, port = "its address", 0
     try:
-        while (
-            address := ledger.read_address(store, start)
-        ) is None:  # it imports its engine first; a heartbeat watches
+        # It imports its engine first; a heartbeat watches it
+        while (address := ledger.read_address(store, start)) is None:
             if has_failed():
                 raise Disconnected("a rank that trains was lost")
             time.sleep(ADDRESS_POLL_SECONDS)
         host, port = address
-        made = socket.create_connection((host, port), CONNECT_TIMEOUT.total_seconds())
+        made = socket.create_connection((host, port), CLOSE_SECONDS)
         authenticate(made, host, port, as_server=False)
     except (OSError, ValueError, dist.DistError) as error:
         raise Disconnected(

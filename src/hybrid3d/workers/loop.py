@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import Store
 from hybrid3d import distributed
 from hybrid3d.config import Recipe
 from hybrid3d.distributed import clone_store
-from hybrid3d.launch_environment import DISCONNECTED, State
+from hybrid3d.launch_environment import CLOSE_SECONDS, DISCONNECTED, END_SECONDS, START_SECONDS, State
 from hybrid3d.ledger import Progress, RankStart, TrainingAttempts, has_ended
 from hybrid3d.run.oom_recovery import find_out_of_memory
 from hybrid3d.scoring.code import sandbox
@@ -24,10 +24,6 @@ from hybrid3d.workers.channel import Connection, Disconnected, connect
 from hybrid3d.workers.messages import Call, End, Join, Joined, Leave, Leaving, Register, Reply, Stop
 
 logger = logging.getLogger(__name__)
-
-CLOSE_SECONDS = 60.0  # within which a rank has shut down
-FAILED_SECONDS = 10.0  # within which it is known that a rank that trains is lost
-BUSY_SECONDS = 600.0  # within which this rank, after it has lost them, has finished what they had asked for
 
 
 class RoleRank(Protocol):
@@ -110,7 +106,7 @@ class WorkerLoop:
         self._close(connection)
         return True
 
-    def _has_failed(self, start: int, seconds: float = FAILED_SECONDS) -> bool:
+    def _has_failed(self, start: int, seconds: float = END_SECONDS) -> bool:
         """Return whether this start of the ranks that train has failed, or does within so many seconds."""
         with suppress(dist.DistError):
             ends = not self._outlives_training or has_ended(self._starts_store)
@@ -167,7 +163,7 @@ class WorkerLoop:
             with suppress(dist.DistError):
                 if self._rank is not None:
                     self._rank.interrupt()
-            if noticed.wait(BUSY_SECONDS):
+            if noticed.wait(START_SECONDS):
                 return
         self._exit_disconnected()
 

@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import Store
 from hybrid3d import ledger
 from hybrid3d.config import Recipe
 from hybrid3d.distributed import clone_store
+from hybrid3d.launch_environment import CLOSE_SECONDS
 from hybrid3d.run.logger import RunLogger
 from hybrid3d.run.memory import Peaks
 from hybrid3d.run.timeline import Span
@@ -69,7 +70,6 @@ class WorkerGroup:
 
 
 POLL_SECONDS = 0.05
-CLOSE_SECONDS = 60  # within which ranks have shut down
 KEPT_SPANS = 100  # of each rank
 
 
