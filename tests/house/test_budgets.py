@@ -21,7 +21,7 @@ assert SPEC.loader is not None
 structure = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(structure)
 
-FILES, LINES = 356, 57510  # of the package
+FILES, LINES = 356, 57546  # of the package
 LINES_OF_ROOM = {
     "__init__": 10,
     "__main__": 10,
@@ -55,7 +55,7 @@ LINES_OF_ROOM = {
     "trainer": 3210,
     "watch": 940,
     "weight_transfer": 1110,
-    "workers": 1520,
+    "workers": 1550,
 }
 IMPORTS = 0.0774  # the share of lines that imports take; 0.065 is aimed at
 NONE = {
@@ -88,9 +88,9 @@ NONE = {
     "trainer": 144,
     "watch": 36,
     "weight_transfer": 5,
-    "workers": 31,
+    "workers": 29,
 }  # comparisons with None by room
-ONE_IMPORTER = 75  # modules that a single other one imports
+ONE_IMPORTER = 74  # modules that a single other one imports
 
 # Classes of engines, and where they may be annotated: their own rooms, the factories, and the checks of engines on GPUs
 ENGINES = {"RolloutEngine", "MegatronModel", "Policy", "ValueModel", "LLM", "LLMEngine"}

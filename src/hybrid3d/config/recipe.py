@@ -93,6 +93,11 @@ class Recipe:
         return next(role for role, ranks in self.role_ranks.items() if rank in ranks)
 
     @property
+    def worker_roles(self) -> tuple[str, ...]:
+        """Return the roles whose ranks do not train."""
+        return tuple(role for role, ranks in self.role_ranks.items() if ranks and ranks.start >= self.train_ranks)
+
+    @property
     def has_workers(self) -> bool:
         """Return whether there are ranks that do not train; those that train ask them for samples or rewards."""
         return self.world_size > self.train_ranks

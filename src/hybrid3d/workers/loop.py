@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from pkgutil import resolve_name
 from typing import NoReturn, Protocol
 
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from hybrid3d.scoring.code import sandbox
 from hybrid3d.watch.heartbeat import STARTING, enter_phase
 from hybrid3d.workers.channel import Connection, Disconnected, connect
 from hybrid3d.workers.messages import Call, End, Join, Joined, Leave, Leaving, Register, Reply, Stop
+from hybrid3d.workers.roles import ROLES
 
 logger = logging.getLogger(__name__)
 
@@ -184,22 +186,12 @@ class WorkerLoop:
 
 
 def run_worker(recipe: Recipe, start: RankStart) -> None:
-    """Generate, or compute rewards, for the ranks that train, to the end of their run."""
-    make_rank: MakeRank
-    if distributed.rank() in recipe.role_ranks["generation"]:
-        from hybrid3d.workers.generation import GenerationRank
-
-        make_rank = GenerationRank
-        advice = "this rank only generates: lower rollout.gpu_memory_utilization"
-    else:
-        from hybrid3d.workers.reward import RewardRank
-
-        make_rank = RewardRank
-        advice = "this rank only computes rewards: raise roles.reward.tp or roles.reward.pp"
+    """Do what this rank's role does for the ranks that train, to the end of their run."""
+    role = ROLES[recipe.role_of(distributed.rank())]
     try:
-        WorkerLoop(recipe, start.store, start.progress, make_rank).run()
+        WorkerLoop(recipe, start.store, start.progress, resolve_name(role.rank)).run()
     except RuntimeError as error:
         cause = find_out_of_memory(error)
         if cause is None:
             raise
-        raise RuntimeError(f"{cause}: {advice}") from error
+        raise RuntimeError(f"{cause}: {role.out_of_memory}") from error
