@@ -21,7 +21,7 @@ assert SPEC.loader is not None
 structure = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(structure)
 
-FILES, LINES = 356, 57546  # of the package
+FILES, LINES = 356, 57545  # of the package
 LINES_OF_ROOM = {
     "__init__": 10,
     "__main__": 10,

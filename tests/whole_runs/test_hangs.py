@@ -61,7 +61,7 @@ if "RANK" in os.environ and "hybrid3d" in sys.orig_argv:  # not in processes of 
             patched.append(phase)
             wrap("hybrid3d.trainer.learner", "Learner", "update")
             wrap("hybrid3d.trainer.learner", "Learner", "make_experience")
-            wrap("hybrid3d.rollout.engine", "RolloutEngine", "generate")
+            wrap("hybrid3d.rollout.engine", "RolloutEngine", "submit")
             wrap("hybrid3d.sync", "WeightSync", "finish")
             wrap("hybrid3d.reshard.move.executor", "Executor", "_complete")
             wrap("os", "", "fsync")
@@ -99,7 +99,10 @@ SPLIT = [
     "roles.generation.ranks=2",
     "machine.gpus_per_node=2",
 ]
-IN_BUCKET = r"for rank {0} \(bucket \d+ of \d+, a message (from|to) rank {0}\)"
+IN_BUCKET = (
+    r"for rank {0} \(bucket \d+ of \d+, "
+    r"(a message (from|to)|messages that are lent by|the return of messages by) rank {0}\)"
+)
 STOPPED = (
     r"rank {} failed: it has not answered for \d+ s, in step \d+, in phase {}: its process \d+ is stopped \(SIGSTOP\); "
     r"ranks? [\d, ]+ waits? for it \(.*, in phase {}\)"
@@ -259,7 +262,7 @@ def test_hangs_in_each_phase_of_ranks_that_do_all(demo: Path, tmp_path: Path) ->
         run.block("1-Learner.update", 1, "train")
         run.block("2-Learner.update", 2, "train")
         run.block("3-Learner.make_experience", 3, "train")
-        run.block("3-RolloutEngine.generate", 3, "generate")
+        run.block("3-RolloutEngine.submit", 3, "generate")
         run.block("1-WeightSync.finish", 1, "sync", awaited=IN_BUCKET.format(1))
         run.block("0-WeightSync.finish", 0, "sync", awaited=IN_BUCKET.format(0))
         run.block("samples", 0, "wait", file=run.run / "samples.jsonl")
@@ -271,7 +274,7 @@ def test_slow_ranks_and_rewards_of_ranks_that_do_all(demo: Path, tmp_path: Path)
     with started(tmp_path, demo) as run:
         run.slow_down("1-Learner.update", 1, "train")
         run.slow_down("2-Learner.make_experience", 2, "train")
-        run.slow_down("3-RolloutEngine.generate", 3, "generate")
+        run.slow_down("3-RolloutEngine.submit", 3, "generate")
         run.block("metrics", 0, "wait", file=run.run / "metrics.jsonl")
         assert len([event for event in run.events() if event["event"] == "slow_rank"]) == 3  # once each, and no other
 
@@ -301,4 +304,4 @@ def test_hangs_of_ranks_that_only_generate(demo: Path, tmp_path: Path) -> None:
     """In a sync with those that train; and stopped while it generates, so that it is started again."""
     with started(tmp_path, demo, *SPLIT) as run:
         run.block("3-Executor._complete", 3, "sync", awaited=IN_BUCKET.format(3))
-        run.stop(3, "answer", r"rank 3 lost: .*; it was in phase answer, and rank 0 waited for it")
+        run.stop(3, "advance", r"rank 3 lost: .*; it was in phase advance, and rank 0 waited for it")

@@ -29,7 +29,6 @@ PHASES = {
     "train": TRAIN,
     "generate": GENERATE,
     "eval": GENERATE,
-    "answer": GENERATE,
     "score": GENERATE,
     "advance": GENERATE,
 }
