@@ -51,7 +51,7 @@ ROLES = {
 
 
 class WorkerServer:
-    """Accepts the ranks that do not train, and hands each to the groups of its role."""
+    """Accepts the ranks that do not train, and hands each to the groups of its role, which `roles` has by name."""
 
     def __init__(self, recipe: Recipe, store: Store, record: RunLogger, start: int):
         """
@@ -66,7 +66,7 @@ class WorkerServer:
 
     @property
     def engines(self) -> Engines | None:
-        """Those of ranks that only generate; None if those that train do."""
+        """The engines of ranks that only generate; None if those that train do."""
         return cast("Engines | None", self.roles.get("generation"))
 
     @property
