@@ -109,7 +109,7 @@ def test_defaults(load: Any) -> None:
         | {"offload_parameters": False, "offload_gradients": False, "offload_optimizer": False},
         "rollout": None,
         "roles": {
-            "generation": {"ranks": None, "active_ranks": None, "max_restarts": 10},
+            "generation": {"ranks": None, "active_ranks": None, "ranks_at_start": None, "max_restarts": 10},
             "reward": {"ranks": None, "tp": 1, "pp": 1, "ep": 1, "max_restarts": 10},
         },
         "async": {"max_staleness": 0, "partial": None, "keep_cache": False, "batches_in_flight": 2}
@@ -570,6 +570,31 @@ def test_tp_group_that_fits_a_node_is_not_on_two(load: Any) -> None:
     ]
     for fits in (["rollout.tp=4"], ["rollout.tp=8", "train.dp=2"], ["rollout.tp=16", "roles.generation.ranks=16"]):
         load(DEMO, [*split, *fits])
+
+
+def test_ranks_that_may_come_later_fill_nodes(load: Any) -> None:
+    split = ["roles.generation.ranks=8", "rollout.tp=2", "machine.gpus_per_node=4"]
+    assert load(DEMO, split).late_ranks == range(12, 12)
+    recipe = load(DEMO, [*split, "roles.generation.ranks_at_start=4"])
+    assert (recipe.late_ranks, recipe.world_size) == (range(8, 12), 12)
+    for number in (3, 10):
+        assert problems(load, *split, f"roles.generation.ranks_at_start={number}")[0] == (
+            f"roles.generation.ranks_at_start={number}: expected a multiple of rollout.tp x rollout.dp = 2, up to the "
+            "8 ranks that generate"
+        )
+    assert problems(load, *split, "roles.generation.ranks_at_start=2") == [
+        "roles.generation.ranks_at_start=2: ranks 6 to 11, which may come later, would share a node of "
+        "machine.gpus_per_node=4 ranks with others: let the first 6 ranks fill whole nodes"
+    ]
+    scored = ["roles.reward={ranks: 2, tp: 2}", "reward.model=a/scorer", "roles.generation.ranks=6"]
+    assert problems(load, *split, "roles.generation.ranks_at_start=4", *scored) == [
+        "roles.generation.ranks_at_start=4: ranks 8 to 9, which may come later, would share a node of "
+        "machine.gpus_per_node=4 ranks with others: let the first 10 ranks fill whole nodes"
+    ]
+    assert problems(load, "roles.generation.ranks_at_start=2") == [
+        "roles.generation.ranks_at_start=2 has no effect: without roles.generation.ranks the ranks that train also "
+        "generate: leave it out, or set it to null"
+    ]
 
 
 def test_ranks_that_compute_rewards_come_last(load: Any) -> None:

@@ -21,14 +21,14 @@ assert SPEC.loader is not None
 structure = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(structure)
 
-FILES, LINES = 356, 57545  # of the package
+FILES, LINES = 359, 57822  # of the package
 LINES_OF_ROOM = {
     "__init__": 10,
     "__main__": 10,
     "bench": 1700,
     "certify": 800,
     "cli": 1330,
-    "config": 3490,
+    "config": 3530,
     "distributed": 400,
     "doctor": 1400,
     "engines": 1930,
@@ -36,7 +36,7 @@ LINES_OF_ROOM = {
     "families": 1260,
     "generation": 3950,
     "inputs": 1100,
-    "launch": 2200,
+    "launch": 2430,
     "launch_environment": 340,
     "ledger": 330,
     "patches": 260,
@@ -55,21 +55,21 @@ LINES_OF_ROOM = {
     "trainer": 3210,
     "watch": 940,
     "weight_transfer": 1110,
-    "workers": 1550,
+    "workers": 1560,
 }
-IMPORTS = 0.0774  # the share of lines that imports take; 0.065 is aimed at
+IMPORTS = 0.0776  # the share of lines that imports take; 0.065 is aimed at
 NONE = {
     "bench": 34,
     "certify": 13,
     "cli": 31,
-    "config": 129,
+    "config": 133,
     "distributed": 5,
     "doctor": 32,
     "engines": 81,
     "families": 21,
     "generation": 99,
     "inputs": 36,
-    "launch": 47,
+    "launch": 45,
     "launch_environment": 4,
     "ledger": 1,
     "patches": 1,
@@ -88,9 +88,9 @@ NONE = {
     "trainer": 144,
     "watch": 36,
     "weight_transfer": 5,
-    "workers": 29,
+    "workers": 30,
 }  # comparisons with None by room
-ONE_IMPORTER = 74  # modules that a single other one imports
+ONE_IMPORTER = 75  # modules that a single other one imports
 
 # Classes of engines, and where they may be annotated: their own rooms, the factories, and the checks of engines on GPUs
 ENGINES = {"RolloutEngine", "MegatronModel", "Policy", "ValueModel", "LLM", "LLMEngine"}

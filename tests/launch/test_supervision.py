@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from commands import ROOT, demo_folder, read_rows
-from hybrid3d.launch import child as restarts
+from hybrid3d.launch import child, rank_host, serving_rank
 from hybrid3d.launch.local_ranks import run_ranks
+from hybrid3d.launch.policies import STOPPED
 from hybrid3d.launch_environment import State
-from hybrid3d.process import child_pids, kill_descendants
 from hybrid3d.run import terminal
 from live_runs import ranks_of, started, wait_for_rows
 from run_ranks import environment
@@ -170,48 +170,58 @@ def test_stopped_child_does_not_outlast_its_run(monkeypatch: pytest.MonkeyPatch)
     """It does not hear that the run has ended, and has never been ready, for which it would have ten minutes."""
     ended = threading.Event()
 
-    def start(*unused: object) -> subprocess.Popen[bytes]:
+    def start(variables: dict[str, str], stdout: int) -> subprocess.Popen[bytes]:
         code = CHILD.format(state=State.CONNECTED.value)
-        return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+        return subprocess.Popen([sys.executable, "-c", code], stdout=stdout)
 
-    def wait() -> None:
-        ended.wait(SOON)
-
-    others = child_pids(os.getpid())  # such as the servers of warm processes, which other tests need
-    monkeypatch.setattr(restarts, "kill_descendants", lambda: kill_descendants(keep=others))
-    monkeypatch.setattr(restarts, "start_child", start)
-    monkeypatch.setattr(restarts, "EXIT_SECONDS", 2.0)
+    monkeypatch.setattr(serving_rank.RunEnd, "wait", lambda self: ended.wait(SOON))
+    monkeypatch.setattr(rank_host, "_start", start)
+    monkeypatch.setattr(rank_host, "EXIT_SECONDS", 2.0)
     threading.Timer(4.0, ended.set).start()
-    begin = time.monotonic()
-    code, states, _ = restarts._run_child(0, "", restarts.RunEnd(wait))
-    assert (code, states) == (-signal.SIGKILL, State.CONNECTED.value)
+    begin, host = time.monotonic(), rank_host.RankHost(tells=True)
+    host.start()
+    found = host.wait(serving_rank.RunEnd().has_come)
+    assert (found.code, found.states) == (STOPPED, State.CONNECTED.value)
     assert 4.0 < time.monotonic() - begin < SOON
+
+
+def test_child_that_tells_nothing_is_ended_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that trains, when another one is lost; until then it may be silent, and may end by itself after it."""
+    monkeypatch.setattr(rank_host, "EXIT_SECONDS", 2.0)
+    host = rank_host.RankHost(tells=False)
+    for script, code in (("sleep 600", STOPPED), ("sleep 1; exit 3", 3)):
+        monkeypatch.setattr(
+            rank_host, "_start", lambda variables, stdout, script=script: subprocess.Popen(["sh", "-c", script])
+        )
+        host.start()
+        assert host.wait(lambda states: True, poll_seconds=0.1).code == code
 
 
 def test_failure_of_any_text_reaches_the_next_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a path whose bytes are no text, and with half of a character: both can be in an error's message."""
     told = list[str]()
 
-    def start(restart_count: int, variables: dict[str, str], *unused: object) -> subprocess.Popen[bytes]:
-        told.append(variables[restarts.FAILURE])
-        return subprocess.Popen(["true"], env=os.environ | variables, stdout=subprocess.PIPE)
+    def start(variables: dict[str, str], stdout: int) -> subprocess.Popen[bytes]:
+        told.append(variables[child.FAILURE])
+        return subprocess.Popen(["true"], env=os.environ | variables, stdout=stdout)
 
-    monkeypatch.setattr(restarts, "start_child", start)
-    monkeypatch.setattr(restarts, "kill_descendants", lambda: None)  # the servers of warm processes are some
-    restarts._run_child(1, "no \udcff, \ud800\0 é", restarts.RunEnd(lambda: None))
+    monkeypatch.setattr(rank_host, "_start", start)
+    host = rank_host.RankHost(tells=True)
+    host.start("no \udcff, \ud800\0 é")
+    host.wait(lambda states: False)
     assert told == ["no \\udcff, \\ud800 é"]
 
 
 def test_child_without_its_parent_ends() -> None:
     """The parent has died while the child was importing, so that the kernel was not yet asked to kill it with it."""
     script = "import time\nfrom hybrid3d.launch.child import this_process\nthis_process()\ntime.sleep(600)"
-    variables = environment("") | {restarts.RESTART_COUNT: "0", restarts.FAILURE: ""}
-    with subprocess.Popen([sys.executable, "-c", script], env=variables, stdout=subprocess.PIPE) as child:
-        child.stdout.close()
+    variables = environment("") | {child.RESTART_COUNT: "0", child.FAILURE: ""}
+    with subprocess.Popen([sys.executable, "-c", script], env=variables, stdout=subprocess.PIPE) as process:
+        process.stdout.close()
         try:
-            assert child.wait(SOON) == -signal.SIGKILL
+            assert process.wait(SOON) == -signal.SIGKILL
         finally:
-            child.kill()
+            process.kill()
 
 
 RUN = [

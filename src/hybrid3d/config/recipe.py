@@ -70,6 +70,12 @@ class Recipe:
         return self.roles.generation.active_ranks or self.generation_ranks
 
     @property
+    def late_ranks(self) -> range:
+        """Return the ranks that generate and need not be there when the run begins: the last ones."""
+        at_start = self.roles.generation.ranks_at_start
+        return range(self.sync_ranks if at_start is None else self.train_ranks + at_start, self.sync_ranks)
+
+    @property
     def sync_ranks(self) -> int:
         """Return the number of ranks that train or generate, which take part in syncs."""
         return self.train_ranks + (self.roles.generation.ranks or 0)

@@ -23,6 +23,7 @@ def check_split(recipe: Recipe) -> Iterator[Refusal]:
         )
     apart = "no rank has both engines"
     yield from _check_active_ranks(recipe)
+    yield from _check_ranks_at_start(recipe)
     if recipe.rollout is not None:
         yield from _check_nodes(recipe, "generation", "rollout.tp", recipe.rollout.tp)
     if recipe.rollout is not None and recipe.rollout.keep_weights:
@@ -48,6 +49,31 @@ def _check_active_ranks(recipe: Recipe) -> Iterator[Refusal]:
             "roles.generation.active_ranks roles.generation.ranks rollout.tp rollout.dp",
             f"roles.generation.active_ranks={active}: expected a multiple of rollout.tp x rollout.dp = {size}, up to "
             f"roles.generation.ranks={ranks}",
+        )
+
+
+def _check_ranks_at_start(recipe: Recipe) -> Iterator[Refusal]:
+    """Yield why a run cannot begin with this number of ranks that generate."""
+    at_start, rollout = recipe.roles.generation.ranks_at_start, recipe.rollout
+    if at_start is None or rollout is None:
+        return
+    size, most = rollout.tp * rollout.dp, recipe.active_generation_ranks
+    if at_start > most or at_start % size:
+        yield arithmetic(
+            "roles.generation.ranks_at_start roles.generation.ranks roles.generation.active_ranks rollout.tp "
+            "rollout.dp",
+            f"roles.generation.ranks_at_start={at_start}: expected a multiple of rollout.tp x rollout.dp = {size}, up "
+            f"to the {most} ranks that generate",
+        )
+    late, per_node = recipe.late_ranks, recipe.machine.gpus_per_node
+    borders = [late.start, *([late.stop] if late.stop < recipe.engine_ranks else [])] if late else []
+    number = next((border for border in borders if border % per_node), None)
+    if number is not None:
+        yield arithmetic(
+            "roles.generation.ranks_at_start machine.gpus_per_node",
+            f"roles.generation.ranks_at_start={at_start}: ranks {late.start} to {late.stop - 1}, which may come later, "
+            f"would share a node of machine.gpus_per_node={per_node} ranks with others: let the first {number} ranks "
+            "fill whole nodes",
         )
 
 

@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,11 +25,12 @@ from hybrid3d import distributed
 from hybrid3d.config import Recipe
 from hybrid3d.errors import set_stream_errors
 from hybrid3d.launch import rendezvous
-from hybrid3d.launch.child import RunEnd, is_child, run_with_restarts, this_process
+from hybrid3d.launch.child import is_child, this_process
 from hybrid3d.launch.run_secret import adopt_secret, write_secret
-from hybrid3d.launch.supervisor import run_training_rank
-from hybrid3d.launch_environment import BEAT_SECONDS, DISCONNECTED
-from hybrid3d.ledger import RankStart, TrainingAttempts, has_ended
+from hybrid3d.launch.serving_rank import run_serving_rank
+from hybrid3d.launch.training_rank import run_training_rank
+from hybrid3d.launch_environment import DISCONNECTED
+from hybrid3d.ledger import RankStart, TrainingAttempts
 from hybrid3d.process import (
     adopt_orphans,
     kill_descendants,
@@ -127,7 +127,7 @@ def _meet(recipe: Recipe, folder: RunFolder, again: bool) -> Store:
     """Write the run's secret on rank 0, and meet the other ranks."""
     if distributed.rank() == 0 and not again:
         write_secret(folder)
-    return rendezvous.meet(rendezvous.describe_rank(recipe), again=again)
+    return rendezvous.meet(rendezvous.describe_rank(recipe), again=again, late=recipe.late_ranks)
 
 
 def _start_heartbeat(
@@ -263,23 +263,7 @@ def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, rest
         return run_process(recipe, folder, task, launched or is_child(), restarts)
     rank = distributed.rank()
     if rank not in recipe.role_ranks["train"]:
-        return _run_serving_rank(recipe, folder, rank, launched)
+        return run_serving_rank(recipe, folder, launched)
     if recipe.run.max_restarts:
         return run_training_rank(recipe, folder, launched)
     return run_process(recipe, folder, task, launched, restarts)
-
-
-def _run_serving_rank(recipe: Recipe, folder: RunFolder, rank: int, launched: bool) -> int:
-    role = recipe.role_of(rank)
-    code, end = run_with_restarts(folder, role, getattr(recipe.roles, role).max_restarts, RunEnd(_await_end))
-    if end is not None and not (end.write(folder) and launched) and not end.peer:
-        print_error(terminal.plain_console(file=sys.stderr), end.message(folder))
-    return code
-
-
-def _await_end() -> None:
-    """Wait until the run has ended, or the store of it is gone."""
-    with suppress(dist.DistError, rendezvous.RendezvousError):
-        store = rendezvous.connect("ranks")
-        while not has_ended(store):
-            time.sleep(BEAT_SECONDS)

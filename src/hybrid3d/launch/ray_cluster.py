@@ -1,13 +1,15 @@
 """Starts the ranks of a run on a Ray cluster: an actor for each rank, which runs it in a process of its own.
 
 The ranks of a node are placed together, in the order of ranks, and every node must see the run's folder at the same
-path. A rank is the same process as under `srun`: it knows nothing of Ray. `ray_access` is entered before this module,
-which imports Ray, is imported.
+path. A rank is the same process as under `srun`: it knows nothing of Ray. Ranks that the run does not wait for
+(`roles.generation.ranks_at_start`) start as soon as a node has room for them, and again when their node is lost.
+`ray_access` is entered before this module, which imports Ray, is imported.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import signal
 import socket
@@ -21,7 +23,12 @@ from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rich.console import Console
 
@@ -30,9 +37,13 @@ from hybrid3d.launch.launcher import supervise
 from hybrid3d.launch.ray_access import MODE, TOKEN, TOKEN_PATH, find_token
 from hybrid3d.launch_environment import CHECKED, CLOSE_SECONDS, CONNECT_SECONDS, EXIT_SECONDS, RUN
 from hybrid3d.process import remove_shared_memory
+from hybrid3d.run.ends import Ended, read_end
 from hybrid3d.run.folder import RunFolder
+from hybrid3d.run.terminal import print_error
 
 POLL_SECONDS = 0.3
+LOST = -signal.SIGKILL  # exit code of a rank whose node is lost
+CONSOLE = "console.log"  # in the folder of logs: what rank 0 prints
 FOR_RANKS = (
     *("NCCL_", "GLOO_", "UCX_", "HF_", "TORCH_", "PYTORCH_", "CUDA_", "OMP_", "VLLM_", "NVTE_", "TRITON_", "HYBRID3D_"),
     *("TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "MLFLOW_", "OTEL_"),
@@ -62,7 +73,7 @@ def launch_on_ray(
         for number, handler in handlers.items():  # Ray sets its own
             signal.signal(number, handler)
         with _placed(recipe, address) as places:
-            run_once = functools.partial(_run_once, arguments, recipe, folder, places)
+            run_once = functools.partial(_run_once, arguments, recipe, folder, console, places)
             return supervise(run_once, folder, console, recipe.run.max_restarts)
     finally:
         ray.shutdown()
@@ -95,49 +106,74 @@ def _check_listening(address: str) -> None:
 
 
 class Place(NamedTuple):
-    """Ranks that are together on a node, and the bundle of resources that is theirs."""
+    """Ranks that are together on a node, and the bundle of resources that is theirs.
+
+    Attributes:
+        late: the run goes on without them.
+    """
 
     ranks: range
     group: PlacementGroup
     bundle: int
+    late: bool = False
 
     @property
     def gpus(self) -> int:
         """The number of GPUs of each rank."""
         return int("GPU" in self.group.bundle_specs[self.bundle])
 
+    @property
+    def is_reserved(self) -> bool:
+        """Whether a node has room for them; Ray looks for another one when that node is lost."""
+        return bool(placement_group_table(self.group)["state"] == "CREATED")
+
 
 @contextmanager
 def _placed(recipe: Recipe, address: str) -> Iterator[list[Place]]:
-    """Reserve a part of a node for the ranks of each node of the recipe, and CPUs anywhere for those without engine."""
+    """Reserve a part of a node for the ranks of each node of the recipe, and CPUs anywhere for those without engine.
+
+    For those that may come late it is reserved when there is room.
+    """
     unit = "GPU" if ray.cluster_resources().get("GPU") else "CPU"
-    nodes, others = _ranks_by_node(recipe), range(recipe.engine_ranks, recipe.world_size)
+    everywhere, others = _ranks_by_node(recipe), range(recipe.engine_ranks, recipe.world_size)
+    nodes = [ranks for ranks in everywhere if ranks.start not in recipe.late_ranks]
+    late, needed = [ranks for ranks in everywhere if ranks not in nodes], recipe.world_size - len(recipe.late_ranks)
     sizes = [len(ranks) for ranks in nodes]
     found = sorted((int(n["Resources"].get(unit, 0)) for n in ray.nodes() if n["Alive"]), reverse=True)
     enough = len(found) >= len(sizes) and all(have >= need for have, need in zip(found, sizes, strict=False))
     per_node, cpus = recipe.machine.gpus_per_node, int(ray.cluster_resources().get("CPU", 0))
     problem = f"{recipe.ranks_formula} = {recipe.world_size} ranks, {per_node} on a node (machine.gpus_per_node)"
+    if late:
+        problem += f", {needed} of them at the start (roles.generation.ranks_at_start)"
     if others:
         problem += f", {len(others)} of them without an engine on any node"
     if not enough:
         has = ", ".join(map(str, found))
         raise RecipeError(recipe.name, [f"{problem}, but the nodes of the Ray cluster at {address} have {has} {unit}s"])
-    if cpus < recipe.world_size:
+    if cpus < needed:
         raise RecipeError(recipe.name, [f"{problem}, but the Ray cluster at {address} has {cpus} CPUs: one per rank"])
-    bundles = [{"CPU": size, **({"GPU": size} if unit == "GPU" else {})} for size in sizes]
+    bundles = [_bundle(len(ranks), unit) for ranks in nodes]
     groups = [placement_group(bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "STRICT_PACK")]
     places = [Place(ranks, groups[0], i) for i, ranks in enumerate(nodes)]
     if others:
         groups.append(placement_group([{"CPU": 1}] * len(others), strategy="SPREAD"))
         places += [Place(range(rank, rank + 1), groups[1], i) for i, rank in enumerate(others)]
+    awaited = list(groups)
+    for ranks in late:
+        groups.append(placement_group([_bundle(len(ranks), unit)], strategy="STRICT_PACK"))
+        places.append(Place(ranks, groups[-1], 0, late=True))
     try:
-        if not all(group.wait(CLOSE_SECONDS) for group in groups):
+        if not all(group.wait(CLOSE_SECONDS) for group in awaited):
             busy = f"the Ray cluster at {address} has had no room for {CLOSE_SECONDS:g} s: others use it"
             raise RecipeError(recipe.name, [f"{problem}: {busy}"])
         yield places
     finally:
         for group in groups:
             remove_placement_group(group)
+
+
+def _bundle(size: int, unit: str) -> dict[str, float]:
+    return {"CPU": size, **({"GPU": size} if unit == "GPU" else {})}
 
 
 def _ranks_by_node(recipe: Recipe) -> list[range]:
@@ -180,44 +216,134 @@ class _RankProcess:
         remove_shared_memory(run_id)
 
 
-def _run_once(arguments: list[str], recipe: Recipe, folder: RunFolder, places: Sequence[Place]) -> dict[int, int]:
+def _run_once(
+    arguments: list[str], recipe: Recipe, folder: RunFolder, console: Console, places: Sequence[Place]
+) -> dict[int, int]:
     """Run all ranks once and return the exit code of each that failed, negative for a signal."""
     folder.logs.mkdir(parents=True, exist_ok=True)
     for old in folder.logs.glob("rank-*.failure"):
         old.unlink()
-    output = folder.logs / "console.log"
-    output.write_bytes(b"")
-    run_id = f"hybrid3d-{uuid.uuid4().hex[:12]}"
-    actors = _start_actors(places)
+    (folder.logs / CONSOLE).write_bytes(b"")
+    ranks = _Ranks(arguments, recipe.world_size, folder, console)
     try:
         try:
-            locations = ray.get([actor.location.remote() for actor in actors], timeout=CLOSE_SECONDS)
-        except ray.exceptions.RayError as error:  # a node was lost, and the ranks are started again
+            ranks.start([place for place in places if not place.late])
+        except RayError as error:  # a node was lost, and the ranks are started again
             lost = f"the nodes of its ranks do not answer within {CLOSE_SECONDS:g} s"
             raise RecipeError(recipe.name, [f"{lost}: {type(error).__name__}: start it again when they do"]) from error
-        host, port, _ = locations[0]
-        running = {}
-        for ranks, *_ in places:
-            gpus = ",".join(gpu for rank in ranks for gpu in locations[rank][2])
-            for local, rank in enumerate(ranks):
+        return ranks.wait([place for place in places if place.late])
+    finally:
+        ranks.end()
+
+
+class _Ranks:
+    """The ranks of one start of a run, each in an actor."""
+
+    def __init__(self, arguments: Sequence[str], world_size: int, folder: RunFolder, console: Console):
+        self._arguments, self._world_size, self._folder, self._console = arguments, world_size, folder, console
+        self._run_id = f"hybrid3d-{uuid.uuid4().hex[:12]}"
+        self._meeting: dict[str, str] = {}  # where the ranks meet
+        self._actors: dict[Place, list[Any]] = {}
+        self._running: dict[Any, tuple[Place, int]] = {}
+
+    def start(self, places: Sequence[Place]) -> None:
+        """Start the ranks of places on their nodes; the first rank is among the first that are.
+
+        Raises:
+            RayError: a node does not answer.
+        """
+        started = {place: _start_actors(place) for place in places}
+        self._actors |= started
+        calls = {place: [actor.location.remote() for actor in actors] for place, actors in started.items()}
+        ray.get(list(itertools.chain(*calls.values())), timeout=CLOSE_SECONDS)
+        for place, actors in started.items():
+            located = ray.get(calls[place])
+            self._meeting = self._meeting or {"MASTER_ADDR": located[0][0], "MASTER_PORT": str(located[0][1])}
+            gpus = ",".join(gpu for _, _, of_actor in located for gpu in of_actor)
+            for local, (rank, actor) in enumerate(zip(place.ranks, actors, strict=True)):
                 variables = {
                     **user_variables(),
-                    **{"RANK": str(rank), "WORLD_SIZE": str(recipe.world_size)},
-                    **{"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(len(ranks))},
-                    **{"MASTER_ADDR": host, "MASTER_PORT": str(port), CHECKED: "1", RUN: run_id},
+                    **self._meeting,
+                    **{"RANK": str(rank), "WORLD_SIZE": str(self._world_size)},
+                    **{"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(len(place.ranks))},
+                    **{CHECKED: "1", RUN: self._run_id},
                     **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}),
                     "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
                     "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
                 }
-                path = output if rank == 0 else folder.logs / f"rank-{rank}.console"
-                done = actors[rank].run.remote(arguments, variables, os.getcwd(), str(path.resolve()))
-                running[done] = rank
-        return _wait(running, output)
-    finally:
+                path = self._folder.logs / (CONSOLE if rank == 0 else f"rank-{rank}.console")
+                done = actor.run.remote(self._arguments, variables, os.getcwd(), str(path.resolve()))
+                self._running[done] = place, rank
+
+    def wait(self, late: Sequence[Place]) -> dict[int, int]:
+        """Print what rank 0 prints until all ranks are done or one has failed, and return the codes of those that have.
+
+        Args:
+            late: whose ranks are started when there is room for them; the run goes on without those that fail.
+        """
+        failures: dict[int, int] = {}
+        waiting = list(late)
+        with (self._folder.logs / CONSOLE).open("rb") as printed:
+            while not failures and any(not place.late for place, _ in self._running.values()):
+                waiting = [place for place in waiting if not (place.is_reserved and self._join(place))]
+                for place, rank, code in self._finished(POLL_SECONDS):
+                    if not place.late:
+                        failures |= {rank: code} if code else {}
+                    elif code == LOST:
+                        self._end([place])
+                        waiting.append(place)
+                    elif code:
+                        self._report_late(rank, code)
+                with suppress(OSError):  # nobody reads it
+                    sys.stdout.buffer.write(printed.read())
+                    sys.stdout.flush()
+        seconds = EXIT_SECONDS if failures else CLOSE_SECONDS
+        return failures | {
+            rank: code for place, rank, code in self._finished(seconds, len(self._running)) if code and not place.late
+        }
+
+    def _join(self, place: Place) -> bool:
+        """Start the ranks of a place while the others run; return whether its node answers."""
+        try:
+            self.start([place])
+            return True
+        except RayError:
+            self._end([place])
+            return False
+
+    def _report_late(self, rank: int, code: int) -> None:
+        end = read_end(self._folder, rank) or Ended.by_code(rank, code)
+        print_error(self._console, f"{end.message(self._folder)}\nThe run goes on without it", "yellow")
+        self._folder.failure_path(rank).unlink(missing_ok=True)  # it is not the cause of what comes
+
+    def _finished(self, seconds: float, most: int = 1) -> list[tuple[Place, int, int]]:
+        """Wait until so many ranks are done, or time is over; return their places, numbers and exit codes."""
+        if not self._running:
+            return []
+        found = []
+        for future in ray.wait(list(self._running), num_returns=min(most, len(self._running)), timeout=seconds)[0]:
+            try:
+                code = ray.get(future)
+            except RayError:  # the actor, or its node, is lost
+                code = LOST
+            found.append((*self._running.pop(future), code))
+        return found
+
+    def end(self) -> None:
+        """End all ranks, and remove what they have left."""
+        self._end(list(self._actors))
+
+    def _end(self, places: Sequence[Place]) -> None:
+        actors = [actor for place in places for actor in self._actors[place]]
         _wait_for([actor.stop.remote() for actor in actors])
-        _wait_for([actors[ranks[0]].clean.remote(run_id) for ranks, *_ in places])
+        _wait_for([self._actors[place][0].clean.remote(self._run_id) for place in places])
         for actor in actors:
             ray.kill(actor)
+        for place in places:
+            del self._actors[place]
+        ended = [future for future, (place, _) in self._running.items() if place in places]
+        for future in ended:
+            del self._running[future]
 
 
 def user_variables() -> dict[str, str]:
@@ -230,44 +356,10 @@ def _wait_for(calls: list[Any]) -> None:
     ray.wait(calls, num_returns=len(calls), timeout=EXIT_SECONDS)
 
 
-def _start_actors(places: Sequence[Place]) -> list[Any]:
-    """Return the actor of each rank, in the order of ranks."""
-    actors = []
-    for place in places:
-        strategy = PlacementGroupSchedulingStrategy(place.group, placement_group_bundle_index=place.bundle)
-        options = _RankProcess.options(  # type: ignore[attr-defined]
-            num_cpus=1, num_gpus=place.gpus, scheduling_strategy=strategy
-        )
-        actors += [options.remote() for _ in place.ranks]
-    return actors
-
-
-def _wait(running: dict[Any, int], output: Path) -> dict[int, int]:
-    """Print what rank 0 prints until all ranks are done or one has failed; return the exit codes of those that have."""
-    failures: dict[int, int] = {}
-    with output.open("rb") as printed:
-        while running and not failures:
-            failures |= _finished(running, POLL_SECONDS)
-            with suppress(OSError):  # nobody reads it
-                sys.stdout.buffer.write(printed.read())
-                sys.stdout.flush()
-        if failures:
-            failures |= _finished(running, EXIT_SECONDS, len(running))
-    return failures
-
-
-def _finished(running: dict[Any, int], seconds: float, most: int = 1) -> dict[int, int]:
-    """Wait until so many ranks are done, or time is over; remove them, and return exit codes of those that failed."""
-    failures: dict[int, int] = {}
-    if not running:
-        return failures
-    done, _ = ray.wait(list(running), num_returns=min(most, len(running)), timeout=seconds)
-    for future in done:
-        rank = running.pop(future)
-        try:
-            code = ray.get(future)
-        except RayError:  # the actor, or its node, is lost
-            code = -9
-        if code:
-            failures[rank] = code
-    return failures
+def _start_actors(place: Place) -> list[Any]:
+    """Return the actor of each rank of a place, in the order of ranks."""
+    strategy = PlacementGroupSchedulingStrategy(place.group, placement_group_bundle_index=place.bundle)
+    options = _RankProcess.options(  # type: ignore[attr-defined]
+        num_cpus=1, num_gpus=place.gpus, scheduling_strategy=strategy
+    )
+    return [options.remote() for _ in place.ranks]

@@ -71,12 +71,13 @@ def describe_rank(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def meet(record: RankInfo, members: str = "ranks", again: bool = False) -> Store:
+def meet(record: RankInfo, members: str = "ranks", again: bool = False, late: range = range(0)) -> Store:
     """Write this rank's record, wait for rank 0's answer, and return the store for further use by the ranks.
 
     Args:
         members: what takes part, `ranks` or `nodes`, for messages.
         again: this rank is started again; if it had arrived before, it does not wait for the others.
+        late: ranks that the others do not wait for; each compares its own record with that of rank 0.
 
     Raises:
         RendezvousError: rank 0 does not answer, not all have arrived, or their records differ.
@@ -89,18 +90,22 @@ def meet(record: RankInfo, members: str = "ranks", again: bool = False) -> Store
             return _with_address(store)
         store.set(f"address/{rank}", _own_address())
         store.set(f"record/{rank}", json.dumps(record))
-        if not arrived:
-            store.add("arrived", 1)
         if rank == 0:
-            return _with_address(_compare_and_answer(store, members))
+            return _with_address(_compare_and_answer(store, members, late))
         store.wait(["answer"], timedelta(seconds=rendezvous_seconds() + 60))
         message, code = json.loads(store.get("answer"))
-        store.add("read", 1)
+        problems = []
+        if rank not in late:
+            store.add("read", 1)
+        elif not code:
+            problems = _problems({0: json.loads(store.get("record/0")), rank: record}, members)
     except dist.DistError as error:
         message = f"{member} 0 at {address()} exited before all {members} had arrived: see its output ({_short(error)})"
         raise RendezvousError(message, 1) from error
     if code:
         raise RendezvousError(message, code, reported_by_rank_0=True)
+    if problems:
+        raise RendezvousError("\n  ".join(problems), 2)
     return _with_address(store)
 
 
@@ -120,7 +125,7 @@ def _with_address(store: Store) -> Store:
     own = _own_address()
     if not launch_environment.on_one_machine() and launch_environment.is_loopback(own):
         keys = [f"address/{rank}" for rank in range(distributed.world_size())]
-        others = [address.decode() for address in store.multi_get(keys)]
+        others = [address.decode() for address in store.multi_get([key for key in keys if store.check([key])])]
         away = next((address for address in others if not launch_environment.is_loopback(address)), None)
         own = own if away is None else launch_environment.source_address(away)
     os.environ[launch_environment.ADDRESS] = own
@@ -141,12 +146,12 @@ def address() -> str:
     return f"{host}:{port}"
 
 
-def find_differences(records: Sequence[RankInfo], members: str = "ranks") -> list[str]:
-    """Return a line for each key whose value is not equal in all records: its values, and which ranks have them."""
+def find_differences(records: Mapping[int, RankInfo], members: str = "ranks") -> list[str]:
+    """Return a line for each key whose value is not equal in all ranks' records: its values, and which have them."""
     lines = []
-    for key in dict.fromkeys(key for record in records for key in record):
+    for key in dict.fromkeys(key for record in records.values() for key in record):
         numbers_by_value: dict[Any, list[int]] = {}
-        for number, record in enumerate(records):
+        for number, record in records.items():
             value = record.get(key, "nothing")
             if value != ANY:
                 numbers_by_value.setdefault(value, []).append(number)
@@ -242,36 +247,35 @@ def why_not(error: OSError) -> str:
     return str(error.strerror or error).partition(" (while")[0]
 
 
-def _compare_and_answer(store: Store, members: str) -> Store:
+def _compare_and_answer(store: Store, members: str, late: range) -> Store:
     """Wait for all records on rank 0, compare them, answer, and wait until the others have read the answer."""
-    world = distributed.world_size()
+    keys = {rank: f"record/{rank}" for rank in range(distributed.world_size()) if rank not in late}
     end = time.monotonic() + rendezvous_seconds()
-    while (arrived := store.add("arrived", 0)) < world and time.monotonic() < end:
+    while not store.check(list(keys.values())) and time.monotonic() < end:
         time.sleep(0.05)
     message, code = "", 0
-    if arrived < world:
-        missing = _format_members([rank for rank in range(world) if not store.check([f"record/{rank}"])], members)
-        timeout = f"{rendezvous_seconds():g} s ({RENDEZVOUS_SECONDS})"
-        message = f"{world - arrived} of {world} {members} have not arrived at {address()} within {timeout}: {missing}"
-        message, code = f"{message}. Have they started? {CHECKS}", 1
+    missing = [rank for rank, key in keys.items() if not store.check([key])]
+    if missing:
+        where = f"{address()} within {rendezvous_seconds():g} s ({RENDEZVOUS_SECONDS})"
+        message = f"{len(missing)} of {len(keys)} {members} have not arrived at {where}: "
+        message, code = f"{message}{_format_members(missing, members)}. Have they started? {CHECKS}", 1
     else:
-        records = [json.loads(store.get(f"record/{rank}")) for rank in range(world)]
-        problems = _problems(records, members)
+        problems = _problems({rank: json.loads(store.get(key)) for rank, key in keys.items()}, members)
         if problems:
             message, code = "\n  ".join(problems), 2
     store.set("answer", json.dumps([message, code]))
     end = time.monotonic() + 10
-    while store.add("read", 0) < arrived - 1 and time.monotonic() < end:
+    while store.add("read", 0) < len(keys) - len(missing) - 1 and time.monotonic() < end:
         time.sleep(0.05)
     if code:
         raise RendezvousError(message, code)
     return store
 
 
-def _problems(records: Sequence[RankInfo], members: str) -> list[str]:
-    """Return the mistakes of all ranks, or the differences between their records."""
+def _problems(records: Mapping[int, RankInfo], members: str) -> list[str]:
+    """Return the mistakes of ranks, or the differences between their records."""
     mistakes: dict[str, list[int]] = {}
-    for number, record in enumerate(records):
+    for number, record in records.items():
         if "mistake" in record:
             mistakes.setdefault(record["mistake"], []).append(number)
     if mistakes:

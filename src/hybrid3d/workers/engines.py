@@ -38,6 +38,7 @@ class Engines(RoleClient):
         self._per_engine = recipe.rollout.dp
         self._training = tuple(recipe.role_ranks["train"])
         self._active = recipe.active_generation_ranks // self._size
+        self._awaited = (recipe.late_ranks.start - recipe.role_ranks["generation"].start) // self._size
         self._epoch = 0
         self._taking_part: list[WorkerGroup] = []  # in the last sync
         self._had_sync = False
@@ -79,18 +80,20 @@ class Engines(RoleClient):
             self._record.event("engine_left", message, ranks=engine.ranks)
 
     def members(self, active_ranks: int) -> Members:
-        """Return the members of the next sync, after waiting for an engine; before the first sync, for all engines.
+        """Return the members of the next sync, after waiting for an engine.
+
+        Before the first sync it waits for all engines, without those that may come late and have not come.
 
         Args:
             active_ranks: so many ranks are to generate, from the first one on.
         """
         self._set_active(active_ranks)
-        count, event = (1, "no_engine") if self._had_sync else (self._active, "")
+        event = "no_engine" if self._had_sync else ""
         while True:
-            self._wait_for(count, event, "no rank can generate: waiting for one to come back")
+            self._wait_for(self._needed, event, "no rank can generate: waiting for one to come back")
             with self._lock:  # from here on a loss is told to those that take part
                 ready = self._ready()
-                if len(ready) >= count:
+                if len(ready) >= self._needed():
                     before, self._taking_part = self._taking_part, ready
                     if ready != before:
                         self._epoch = ledger.next_epoch(self._store)
@@ -106,6 +109,13 @@ class Engines(RoleClient):
                 self._record.event("engine_joined", f"{engine} generates{reason}", ranks=engine.ranks, why=why)
         ranks = [rank for engine in self._taking_part for rank in engine.ranks]
         return Members(self._epoch, (*self._training, *ranks), tuple(engine.number for engine in self._taking_part))
+
+    def _needed(self) -> int:
+        """Return how many engines the next sync needs; the first one also those that may come late and have come."""
+        if self._had_sync:
+            return 1
+        awaited = min(self._active, self._awaited)
+        return awaited + sum(engine is not None for engine in self._groups[awaited : self._active])
 
     def unchanged(self, active_ranks: int) -> bool:
         """Return whether the engines of the last sync are those of the next one, as far as is known."""

@@ -131,7 +131,7 @@ class RewardWorkers(RoleClient):
     def _wait_for_groups(self) -> list[WorkerGroup]:
         """Return the groups that are ready, after waiting for one; the first time, for all of them."""
         count, event = (1, "no_reward_worker") if self._asked else (self._active, "")
-        ready = self._wait_for(count, event, "no rank can compute rewards: waiting for one to come back")
+        ready = self._wait_for(lambda: count, event, "no rank can compute rewards: waiting for one to come back")
         if not self._asked and self._runs_code:
             self._record.event("sandbox", sandbox.warning(self.confined_by or ""), confined_by=self.confined_by or "")
         for group in ready if self._asked else ():

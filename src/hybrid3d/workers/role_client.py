@@ -182,13 +182,14 @@ class RoleClient:
     def _ready(self) -> list[WorkerGroup]:
         return [group for group in self._groups[: self._active] if group is not None and group.ready]
 
-    def _wait_for(self, count: int, event: str, message: str) -> list[WorkerGroup]:
+    def _wait_for(self, count: Callable[[], int], event: str, message: str) -> list[WorkerGroup]:
         """Return the groups that are ready, after waiting for so many.
 
         Args:
+            count: how many, which may change meanwhile.
             event: recorded with the message if there are none at first; none is if it is empty.
         """
-        while len(ready := self._refresh()) < count:
+        while len(ready := self._refresh()) < count():
             if event:
                 self._record.event(event, message)
                 event = ""

@@ -214,10 +214,13 @@ class GenerationRole:
             meanwhile with the others.
         active_ranks: With `ranks`, how many of them generate; the others wait without a model, until this changes
             during the run. `null`: all.
+        ranks_at_start: With `ranks`, how many of them the run waits for before it begins; the others join when they are
+            started, on Ray as soon as a node has room for them. `null`: all.
     """
 
     ranks: Ranks | None = None
     active_ranks: Ranks | None = only_if(None, GENERATES_APART)
+    ranks_at_start: Ranks | None = only_if(None, GENERATES_APART)
     max_restarts: RepeatsOrZero = only_if(10, GENERATES_APART)
 
 

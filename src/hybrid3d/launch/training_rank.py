@@ -9,13 +9,10 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import signal
-import subprocess
 import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 
 import torch.distributed as dist
 from msgspec.structs import replace
@@ -23,12 +20,12 @@ from torch.distributed.distributed_c10d import Store
 
 from hybrid3d.config import Recipe
 from hybrid3d.launch import rendezvous
-from hybrid3d.launch.child import become_parent, start_child
+from hybrid3d.launch.policies import Decision, decide_training
+from hybrid3d.launch.rank_host import RankHost, become_parent
 from hybrid3d.launch_environment import (
     CLOSE_SECONDS,
     DECIDED_SECONDS,
     DECISION_SECONDS,
-    EXIT_SECONDS,
     local_rank,
     rank,
     run_id,
@@ -36,13 +33,11 @@ from hybrid3d.launch_environment import (
 from hybrid3d.ledger import TrainingAttempts, forget_beat, has_ended
 from hybrid3d.process import kill_descendants, remove_shared_memory
 from hybrid3d.run import terminal
-from hybrid3d.run.ends import Ended, find_root_cause
+from hybrid3d.run.ends import find_root_cause
 from hybrid3d.run.folder import RunFolder
 from hybrid3d.run.terminal import print_error
 
 logger = logging.getLogger(__name__)
-
-STOPPED = -signal.SIGTERM  # exit code of a rank that was killed because another one is lost
 
 
 def run_training_rank(recipe: Recipe, folder: RunFolder, launched: bool) -> int:
@@ -55,19 +50,22 @@ def run_training_rank(recipe: Recipe, folder: RunFolder, launched: bool) -> int:
         The exit code.
     """
     become_parent()
-    stderr = terminal.duplicate_console(2)
-    child = None if rank() == 0 else start_child(0)
+    host, stderr = RankHost(tells=False), terminal.duplicate_console(2)
+    if rank() > 0:
+        host.start()
     try:
         store = _connect()
     except rendezvous.RendezvousError as error:
-        if child is not None:
-            return child.wait()  # it has tried the same, and reports it
+        if rank() > 0:
+            return host.wait(lambda states: False).code  # it has tried the same, and reports it
         if not error.reported_by_rank_0 and local_rank() == 0:
             print_error(stderr, f"{recipe.name}: {error}")
         return error.code
+    if rank() == 0:
+        host.start()
     starts, restarts = TrainingAttempts(store, recipe.world_size), 0
     for start in itertools.count():
-        code = _wait(child or start_child(start), starts, start)
+        code = _wait(host, starts, start)
         no_answer = threading.Timer(DECIDED_SECONDS, os._exit, [1])
         no_answer.daemon = True
         no_answer.start()
@@ -77,15 +75,14 @@ def run_training_rank(recipe: Recipe, folder: RunFolder, launched: bool) -> int:
                     starts.report_end(start, rank(), code)
                 return code
             starts.fail(start)
-            forget_beat(store, rank())  # the next one comes after a start, which takes longer
             kill_descendants()
+            forget_beat(store, rank())  # the next one comes after a start, which takes longer
             starts.report_end(start, rank(), code)
             if rank() > 0:
                 again = starts.is_there_another(start, DECISION_SECONDS)
             else:
                 codes = starts.await_ends(start, recipe.role_ranks["train"], CLOSE_SECONDS)
-                decision = _decide(recipe, folder, codes, restarts, has_ended(store))
-                _tell(recipe, folder, decision, restarts, launched)
+                decision = _decide(recipe, folder, codes, restarts, has_ended(store), launched)
                 restarts += decision.counts
                 again = decision.again
                 starts.decide(start, again)
@@ -97,8 +94,8 @@ def run_training_rank(recipe: Recipe, folder: RunFolder, launched: bool) -> int:
         no_answer.cancel()
         if not again:
             break
-        child = None
         folder.failure_path(rank()).unlink(missing_ok=True)
+        host.start()
     remove_shared_memory(run_id())
     return max(code, 1)
 
@@ -113,67 +110,34 @@ def _connect() -> Store:
         os.close(stderr)
 
 
-def _wait(child: subprocess.Popen[bytes], starts: TrainingAttempts, start: int) -> int:
-    """Wait until the process ends, or end it if another rank is lost; return its exit code, negative for a signal."""
-    failed = threading.Event()
+def _wait(host: RankHost, starts: TrainingAttempts, start: int) -> int:
+    """Wait until this rank's process of a start has ended, soon if another rank is lost; return its exit code."""
+    failed, ended = threading.Event(), threading.Event()
 
     def watch() -> None:
         with suppress(dist.DistError):
-            while child.poll() is None and not starts.has_failed(start):
+            while not ended.is_set() and not starts.has_failed(start):
                 time.sleep(starts.poll_seconds)
             failed.set()
 
     threading.Thread(target=watch, name="starts", daemon=True).start()  # the store may be stopped and never answer
-    while not failed.is_set():
-        with suppress(subprocess.TimeoutExpired):
-            return child.wait(starts.poll_seconds)
-    with suppress(subprocess.TimeoutExpired):
-        return child.wait(EXIT_SECONDS)
-    child.kill()
-    child.wait()
-    return STOPPED
+    code = host.wait(lambda states: failed.is_set(), starts.poll_seconds).code
+    ended.set()
+    return code
 
 
-@dataclass(frozen=True)
-class Decision:
-    """What follows from the failure of a start.
-
-    Attributes:
-        cause: the failure that caused the others.
-        again: whether all ranks that train are started again.
-        counts: whether that is one of `run.max_restarts`.
-        final: whether nothing else is to start them again either.
-    """
-
-    cause: Ended
-    again: bool
-    counts: bool
-    final: bool
-
-
-def _decide(recipe: Recipe, folder: RunFolder, codes: dict[int, int], restarts: int, ended: bool) -> Decision:
-    """Return what follows from the failure of a start.
-
-    Args:
-        codes: the exit codes of their processes.
-        restarts: how often they were started again.
-        ended: whether those that do not train have been told that the run has ended.
-    """
-    ranks = recipe.role_ranks["train"]
-    failed = {number: code for number, code in codes.items() if code}
-    cause = find_root_cause(folder, failed, ranks)
-    out_of_memory = cause.kind == "out_of_memory"  # its next start has settings that need less
-    more = out_of_memory or (restarts < recipe.run.max_restarts and not cause.on_all_ranks)
-    again = more and not ended and len(failed) == len(ranks)
-    return Decision(cause, again, counts=again and not out_of_memory, final=not more)
-
-
-def _tell(recipe: Recipe, folder: RunFolder, decision: Decision, restarts: int, launched: bool) -> None:
+def _decide(
+    recipe: Recipe, folder: RunFolder, codes: dict[int, int], restarts: int, run_has_ended: bool, launched: bool
+) -> Decision:
     """Print the cause and what follows from it; if nothing does, leave that to the launcher if there is one."""
-    console, cause = terminal.plain_console(file=sys.stdout if decision.again else sys.stderr), decision.cause
+    ranks, most = recipe.role_ranks["train"], recipe.run.max_restarts
+    cause = find_root_cause(folder, {number: code for number, code in codes.items() if code}, ranks)
+    decision = decide_training(cause, codes, ranks, restarts, most, run_has_ended)
+    console = terminal.plain_console(file=sys.stdout if decision.again else sys.stderr)
     reported = not decision.again and replace(cause, final=decision.final).write(folder)
     if not (reported and launched):
         print_error(console, cause.message(folder))
     if decision.again:
-        counted = f" ({restarts + 1} of run.max_restarts={recipe.run.max_restarts})" if decision.counts else ""
+        counted = f" ({restarts + 1} of run.max_restarts={most})" if decision.counts else ""
         print_error(console, f"starting the ranks that train again, from the last checkpoint{counted}")
+    return decision
