@@ -577,10 +577,11 @@ def test_ranks_that_may_come_later_fill_nodes(load: Any) -> None:
     assert load(DEMO, split).late_ranks == range(12, 12)
     recipe = load(DEMO, [*split, "roles.generation.ranks_at_start=4"])
     assert (recipe.late_ranks, recipe.world_size) == (range(8, 12), 12)
+    load(DEMO, [*split, "roles.generation.ranks_at_start=4", "roles.generation.active_ranks=2"])  # as a run may set it
     for number in (3, 10):
         assert problems(load, *split, f"roles.generation.ranks_at_start={number}")[0] == (
-            f"roles.generation.ranks_at_start={number}: expected a multiple of rollout.tp x rollout.dp = 2, up to the "
-            "8 ranks that generate"
+            f"roles.generation.ranks_at_start={number}: expected a multiple of rollout.tp x rollout.dp = 2, up to "
+            "roles.generation.ranks=8"
         )
     assert problems(load, *split, "roles.generation.ranks_at_start=2") == [
         "roles.generation.ranks_at_start=2: ranks 6 to 11, which may come later, would share a node of "

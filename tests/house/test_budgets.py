@@ -21,7 +21,7 @@ assert SPEC.loader is not None
 structure = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(structure)
 
-FILES, LINES = 359, 57822  # of the package
+FILES, LINES = 359, 57874  # of the package
 LINES_OF_ROOM = {
     "__init__": 10,
     "__main__": 10,
@@ -36,7 +36,7 @@ LINES_OF_ROOM = {
     "families": 1260,
     "generation": 3950,
     "inputs": 1100,
-    "launch": 2430,
+    "launch": 2470,
     "launch_environment": 340,
     "ledger": 330,
     "patches": 260,
@@ -46,18 +46,18 @@ LINES_OF_ROOM = {
     "report": 1540,
     "reshard": 6580,
     "rl": 2630,
-    "rollout": 2730,
+    "rollout": 2740,
     "run": 2140,
     "scoring": 4640,
     "storage": 710,
     "sync": 1180,
     "train": 4790,
     "trainer": 3210,
-    "watch": 940,
+    "watch": 950,
     "weight_transfer": 1110,
     "workers": 1560,
 }
-IMPORTS = 0.0776  # the share of lines that imports take; 0.065 is aimed at
+IMPORTS = 0.0775  # the share of lines that imports take; 0.065 is aimed at
 NONE = {
     "bench": 34,
     "certify": 13,
@@ -69,7 +69,7 @@ NONE = {
     "families": 21,
     "generation": 99,
     "inputs": 36,
-    "launch": 45,
+    "launch": 48,
     "launch_environment": 4,
     "ledger": 1,
     "patches": 1,

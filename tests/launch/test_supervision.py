@@ -178,9 +178,10 @@ def test_stopped_child_does_not_outlast_its_run(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(rank_host, "_start", start)
     monkeypatch.setattr(rank_host, "EXIT_SECONDS", 2.0)
     threading.Timer(4.0, ended.set).start()
-    begin, host = time.monotonic(), rank_host.RankHost(tells=True)
+    begin, host, run_end = time.monotonic(), rank_host.RankHost(tells=True), serving_rank.RunEnd()
+    run_end.begin()
     host.start()
-    found = host.wait(serving_rank.RunEnd().has_come)
+    found = host.wait(lambda states: run_end.has_come)
     assert (found.code, found.states) == (STOPPED, State.CONNECTED.value)
     assert 4.0 < time.monotonic() - begin < SOON
 

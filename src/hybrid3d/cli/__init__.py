@@ -70,9 +70,9 @@ def _run(arguments: list[str]) -> int:
         if launch_environment.under_launcher() and launch_environment.rank() > 0:
             from hybrid3d.launch import rendezvous
 
-            rendezvous.report(str(error))  # rank 0 prints it once
-        else:
-            print_message(str(error))
+            if rendezvous.report(str(error)):  # rank 0 prints it once
+                return MISTAKE
+        print_message(str(error))
         return MISTAKE
 
 

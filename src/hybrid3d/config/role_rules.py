@@ -57,13 +57,12 @@ def _check_ranks_at_start(recipe: Recipe) -> Iterator[Refusal]:
     at_start, rollout = recipe.roles.generation.ranks_at_start, recipe.rollout
     if at_start is None or rollout is None:
         return
-    size, most = rollout.tp * rollout.dp, recipe.active_generation_ranks
+    size, most = rollout.tp * rollout.dp, recipe.generation_ranks
     if at_start > most or at_start % size:
         yield arithmetic(
-            "roles.generation.ranks_at_start roles.generation.ranks roles.generation.active_ranks rollout.tp "
-            "rollout.dp",
+            "roles.generation.ranks_at_start roles.generation.ranks rollout.tp rollout.dp",
             f"roles.generation.ranks_at_start={at_start}: expected a multiple of rollout.tp x rollout.dp = {size}, up "
-            f"to the {most} ranks that generate",
+            f"to roles.generation.ranks={most}",
         )
     late, per_node = recipe.late_ranks, recipe.machine.gpus_per_node
     borders = [late.start, *([late.stop] if late.stop < recipe.engine_ranks else [])] if late else []

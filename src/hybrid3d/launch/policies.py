@@ -99,7 +99,7 @@ class ServingPolicy:
             often = f"; it was started again {self._restarts} times: raise roles.{self._role}.max_restarts"
             return Over(1, Ended(self._rank, end.reason + (often if self._restarts else ""), peer=end.peer))
         self._restarts += 1
-        return Again(end.reason, min(END_SECONDS, 2.0**self._pauses - 1))
+        return Again(end.reason, min(END_SECONDS, 2.0 ** min(self._pauses, 9) - 1))
 
     def _end_by_code(self, code: int) -> Ended:
         if code == DISCONNECTED:

@@ -82,7 +82,8 @@ def run_process(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, r
     _log_as(rank)
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # writes Python stacks to the log, whatever the rank is in
     try:
-        store = _meet(recipe, folder, again=child.restart_count > 0)
+        late = recipe.late_ranks if restarts else range(0)  # in other commands all ranks build a group
+        store = _meet(recipe, folder, child.restart_count > 0, late)
     except rendezvous.RendezvousError as error:
         logger.error("%s", error)
         if not error.reported_by_rank_0 and distributed.local_rank() == 0 and not child.restart_count:
@@ -95,7 +96,7 @@ def run_process(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, r
         on_seen = functools.partial(_report_seen, folder, stderr)
         role_of = recipe.role_of if recipe.has_workers else lambda rank: ""
         on_deadlock = functools.partial(_end_deadlock, folder, launched, stderr)
-        watchdog = Watchdog(store, rank, distributed.world_size(), on_seen, role_of, on_deadlock)
+        watchdog = Watchdog(store, rank, distributed.world_size(), on_seen, role_of, on_deadlock, late)
         on_lost = functools.partial(_report_lost_rank, folder, launched, stderr, watchdog.describe_lost)
         heartbeat = _start_heartbeat(recipe, folder, store, on_lost, restarts)
         task(RankStart(rank, store, console, child))
@@ -123,11 +124,11 @@ def run_process(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, r
             os._exit(1)  # communication threads may be waiting for ranks that have exited
 
 
-def _meet(recipe: Recipe, folder: RunFolder, again: bool) -> Store:
+def _meet(recipe: Recipe, folder: RunFolder, again: bool, late: range) -> Store:
     """Write the run's secret on rank 0, and meet the other ranks."""
     if distributed.rank() == 0 and not again:
         write_secret(folder)
-    return rendezvous.meet(rendezvous.describe_rank(recipe), again=again, late=recipe.late_ranks)
+    return rendezvous.meet(rendezvous.describe_rank(recipe), again=again, late=late)
 
 
 def _start_heartbeat(

@@ -130,20 +130,16 @@ class Place(NamedTuple):
 
 @contextmanager
 def _placed(recipe: Recipe, address: str) -> Iterator[list[Place]]:
-    """Reserve a part of a node for the ranks of each node of the recipe, and CPUs anywhere for those without engine.
-
-    For those that may come late it is reserved when there is room.
-    """
+    """Reserve a part of a node for the ranks of each node at the start, and CPUs anywhere for those without engine."""
     unit = "GPU" if ray.cluster_resources().get("GPU") else "CPU"
-    everywhere, others = _ranks_by_node(recipe), range(recipe.engine_ranks, recipe.world_size)
-    nodes = [ranks for ranks in everywhere if ranks.start not in recipe.late_ranks]
-    late, needed = [ranks for ranks in everywhere if ranks not in nodes], recipe.world_size - len(recipe.late_ranks)
+    others, needed = range(recipe.engine_ranks, recipe.world_size), recipe.world_size - len(recipe.late_ranks)
+    nodes = [ranks for ranks in _ranks_by_node(recipe) if ranks.start not in recipe.late_ranks]
     sizes = [len(ranks) for ranks in nodes]
     found = sorted((int(n["Resources"].get(unit, 0)) for n in ray.nodes() if n["Alive"]), reverse=True)
     enough = len(found) >= len(sizes) and all(have >= need for have, need in zip(found, sizes, strict=False))
     per_node, cpus = recipe.machine.gpus_per_node, int(ray.cluster_resources().get("CPU", 0))
     problem = f"{recipe.ranks_formula} = {recipe.world_size} ranks, {per_node} on a node (machine.gpus_per_node)"
-    if late:
+    if recipe.late_ranks:
         problem += f", {needed} of them at the start (roles.generation.ranks_at_start)"
     if others:
         problem += f", {len(others)} of them without an engine on any node"
@@ -158,12 +154,8 @@ def _placed(recipe: Recipe, address: str) -> Iterator[list[Place]]:
     if others:
         groups.append(placement_group([{"CPU": 1}] * len(others), strategy="SPREAD"))
         places += [Place(range(rank, rank + 1), groups[1], i) for i, rank in enumerate(others)]
-    awaited = list(groups)
-    for ranks in late:
-        groups.append(placement_group([_bundle(len(ranks), unit)], strategy="STRICT_PACK"))
-        places.append(Place(ranks, groups[-1], 0, late=True))
     try:
-        if not all(group.wait(CLOSE_SECONDS) for group in awaited):
+        if not all(group.wait(CLOSE_SECONDS) for group in groups):
             busy = f"the Ray cluster at {address} has had no room for {CLOSE_SECONDS:g} s: others use it"
             raise RecipeError(recipe.name, [f"{problem}: {busy}"])
         yield places
@@ -227,11 +219,14 @@ def _run_once(
     ranks = _Ranks(arguments, recipe.world_size, folder, console)
     try:
         try:
-            ranks.start([place for place in places if not place.late])
+            ranks.start(places)
         except RayError as error:  # a node was lost, and the ranks are started again
             lost = f"the nodes of its ranks do not answer within {CLOSE_SECONDS:g} s"
             raise RecipeError(recipe.name, [f"{lost}: {type(error).__name__}: start it again when they do"]) from error
-        return ranks.wait([place for place in places if place.late])
+        for late in _ranks_by_node(recipe):
+            if late.start in recipe.late_ranks:
+                ranks.add(late, "GPU" if places[0].gpus else "CPU")
+        return ranks.wait()
     finally:
         ranks.end()
 
@@ -244,106 +239,143 @@ class _Ranks:
         self._run_id = f"hybrid3d-{uuid.uuid4().hex[:12]}"
         self._meeting: dict[str, str] = {}  # where the ranks meet
         self._actors: dict[Place, list[Any]] = {}
+        self._calls: dict[Place, list[Any]] = {}  # for the locations of actors that are starting
         self._running: dict[Any, tuple[Place, int]] = {}
+        self._late: list[Place] = []
 
     def start(self, places: Sequence[Place]) -> None:
-        """Start the ranks of places on their nodes; the first rank is among the first that are.
+        """Start the ranks of places that others wait for, the first rank among them.
 
         Raises:
             RayError: a node does not answer.
         """
-        started = {place: _start_actors(place) for place in places}
-        self._actors |= started
-        calls = {place: [actor.location.remote() for actor in actors] for place, actors in started.items()}
-        ray.get(list(itertools.chain(*calls.values())), timeout=CLOSE_SECONDS)
-        for place, actors in started.items():
-            located = ray.get(calls[place])
-            self._meeting = self._meeting or {"MASTER_ADDR": located[0][0], "MASTER_PORT": str(located[0][1])}
-            gpus = ",".join(gpu for _, _, of_actor in located for gpu in of_actor)
-            for local, (rank, actor) in enumerate(zip(place.ranks, actors, strict=True)):
-                variables = {
-                    **user_variables(),
-                    **self._meeting,
-                    **{"RANK": str(rank), "WORLD_SIZE": str(self._world_size)},
-                    **{"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(len(place.ranks))},
-                    **{CHECKED: "1", RUN: self._run_id},
-                    **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}),
-                    "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-                    "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
-                }
-                path = self._folder.logs / (CONSOLE if rank == 0 else f"rank-{rank}.console")
-                done = actor.run.remote(self._arguments, variables, os.getcwd(), str(path.resolve()))
-                self._running[done] = place, rank
+        for place in places:
+            self._start_actors(place)
+        ray.get(list(itertools.chain(*self._calls.values())), timeout=CLOSE_SECONDS)
+        for place in places:
+            self._start_ranks(place)
 
-    def wait(self, late: Sequence[Place]) -> dict[int, int]:
+    def add(self, ranks: range, unit: str) -> None:
+        """Start ranks of a node when there is room for them. The run goes on without those that fail."""
+        group = placement_group([_bundle(len(ranks), unit)], strategy="STRICT_PACK")
+        self._late.append(Place(ranks, group, 0, late=True))
+
+    def _start_actors(self, place: Place) -> None:
+        """Start the actor of each rank of a place, in the order of ranks."""
+        strategy = PlacementGroupSchedulingStrategy(place.group, placement_group_bundle_index=place.bundle)
+        options = _RankProcess.options(  # type: ignore[attr-defined]
+            num_cpus=1, num_gpus=place.gpus, scheduling_strategy=strategy
+        )
+        self._actors[place] = [options.remote() for _ in place.ranks]
+        self._calls[place] = [actor.location.remote() for actor in self._actors[place]]
+
+    def _start_ranks(self, place: Place) -> None:
+        """Start the ranks of a place whose actors have started, which tell on which node."""
+        located = ray.get(self._calls.pop(place))
+        self._meeting = self._meeting or {"MASTER_ADDR": located[0][0], "MASTER_PORT": str(located[0][1])}
+        gpus = ",".join(gpu for _, _, of_actor in located for gpu in of_actor)
+        for local, (rank, actor) in enumerate(zip(place.ranks, self._actors[place], strict=True)):
+            variables = {
+                **user_variables(),
+                **self._meeting,
+                **{"RANK": str(rank), "WORLD_SIZE": str(self._world_size)},
+                **{"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(len(place.ranks))},
+                **{CHECKED: "1", RUN: self._run_id},
+                **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}),
+                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+                "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+            }
+            output = str(self._output(rank).resolve())
+            done = actor.run.remote(self._arguments, variables, os.getcwd(), output)
+            self._running[done] = place, rank
+
+    def _output(self, rank: int) -> Path:
+        return self._folder.logs / (CONSOLE if rank == 0 else f"rank-{rank}.console")
+
+    def wait(self) -> dict[int, int]:
         """Print what rank 0 prints until all ranks are done or one has failed, and return the codes of those that have.
 
-        Args:
-            late: whose ranks are started when there is room for them; the run goes on without those that fail.
+        Ranks that may come late are none of them.
         """
         failures: dict[int, int] = {}
-        waiting = list(late)
-        with (self._folder.logs / CONSOLE).open("rb") as printed:
+        with self._output(0).open("rb") as printed:
             while not failures and any(not place.late for place, _ in self._running.values()):
-                waiting = [place for place in waiting if not (place.is_reserved and self._join(place))]
+                self._start_late()
                 for place, rank, code in self._finished(POLL_SECONDS):
                     if not place.late:
-                        failures |= {rank: code} if code else {}
-                    elif code == LOST:
-                        self._end([place])
-                        waiting.append(place)
+                        failures |= {rank: LOST if code is None else code} if code != 0 else {}
+                    elif code is None:
+                        self._lose(place)
                     elif code:
                         self._report_late(rank, code)
                 with suppress(OSError):  # nobody reads it
                     sys.stdout.buffer.write(printed.read())
                     sys.stdout.flush()
         seconds = EXIT_SECONDS if failures else CLOSE_SECONDS
-        return failures | {
-            rank: code for place, rank, code in self._finished(seconds, len(self._running)) if code and not place.late
-        }
+        for place, rank, code in self._finished(seconds, len(self._running)):
+            if code != 0 and not place.late:
+                failures[rank] = LOST if code is None else code
+        return failures
 
-    def _join(self, place: Place) -> bool:
-        """Start the ranks of a place while the others run; return whether its node answers."""
-        try:
-            self.start([place])
-            return True
-        except RayError:
-            self._end([place])
-            return False
+    def _start_late(self) -> None:
+        """Start actors where there is room for ranks that may come late, and the ranks of those that have started."""
+        for place in self._late:
+            if place not in self._actors and place.is_reserved:
+                self._start_actors(place)
+        for place, calls in list(self._calls.items()):
+            if len(ray.wait(calls, num_returns=len(calls), timeout=0)[0]) == len(calls):
+                try:
+                    self._start_ranks(place)
+                except RayError:
+                    self._lose(place)
+
+    def _lose(self, place: Place) -> None:
+        """Give up ranks that may come late and have lost their node; they are started again when there is room."""
+        ranks = ", ".join(map(str, place.ranks))
+        print_error(self._console, f"The node of ranks {ranks} is lost: they start again when there is room", "yellow")
+        self._stop([place])
+        self._kill([place])
 
     def _report_late(self, rank: int, code: int) -> None:
         end = read_end(self._folder, rank) or Ended.by_code(rank, code)
-        print_error(self._console, f"{end.message(self._folder)}\nThe run goes on without it", "yellow")
+        message = f"{end.message(self._folder)}\nwhat it printed: {self._output(rank)}\nThe run goes on without it"
+        print_error(self._console, message, "yellow")
         self._folder.failure_path(rank).unlink(missing_ok=True)  # it is not the cause of what comes
 
-    def _finished(self, seconds: float, most: int = 1) -> list[tuple[Place, int, int]]:
-        """Wait until so many ranks are done, or time is over; return their places, numbers and exit codes."""
+    def _finished(self, seconds: float, most: int = 1) -> list[tuple[Place, int, int | None]]:
+        """Wait until so many ranks are done, or time is over; return their places, numbers and exit codes.
+
+        Where an actor, or its node, is lost, the code is None.
+        """
         if not self._running:
             return []
-        found = []
+        found: list[tuple[Place, int, int | None]] = []
         for future in ray.wait(list(self._running), num_returns=min(most, len(self._running)), timeout=seconds)[0]:
-            try:
+            code: int | None = None
+            with suppress(RayError):
                 code = ray.get(future)
-            except RayError:  # the actor, or its node, is lost
-                code = LOST
             found.append((*self._running.pop(future), code))
         return found
 
     def end(self) -> None:
         """End all ranks, and remove what they have left."""
-        self._end(list(self._actors))
+        places = list(self._actors)
+        first = [self._actors[place][0] for place in places]
+        self._stop(places)
+        _wait_for([actor.clean.remote(self._run_id) for actor in first])
+        self._kill(places)
+        for place in self._late:
+            remove_placement_group(place.group)
 
-    def _end(self, places: Sequence[Place]) -> None:
-        actors = [actor for place in places for actor in self._actors[place]]
-        _wait_for([actor.stop.remote() for actor in actors])
-        _wait_for([self._actors[place][0].clean.remote(self._run_id) for place in places])
-        for actor in actors:
-            ray.kill(actor)
+    def _stop(self, places: Sequence[Place]) -> None:
+        _wait_for([actor.stop.remote() for place in places for actor in self._actors[place]])
+
+    def _kill(self, places: Sequence[Place]) -> None:
         for place in places:
-            del self._actors[place]
-        ended = [future for future, (place, _) in self._running.items() if place in places]
-        for future in ended:
-            del self._running[future]
+            for actor in self._actors.pop(place):
+                ray.kill(actor)
+            self._calls.pop(place, None)
+        self._running = {future: of for future, of in self._running.items() if of[0] not in places}
 
 
 def user_variables() -> dict[str, str]:
@@ -354,12 +386,3 @@ def user_variables() -> dict[str, str]:
 def _wait_for(calls: list[Any]) -> None:
     """Wait for calls whose results do not matter, but not for long: an actor or its node may be lost."""
     ray.wait(calls, num_returns=len(calls), timeout=EXIT_SECONDS)
-
-
-def _start_actors(place: Place) -> list[Any]:
-    """Return the actor of each rank of a place, in the order of ranks."""
-    strategy = PlacementGroupSchedulingStrategy(place.group, placement_group_bundle_index=place.bundle)
-    options = _RankProcess.options(  # type: ignore[attr-defined]
-        num_cpus=1, num_gpus=place.gpus, scheduling_strategy=strategy
-    )
-    return [options.remote() for _ in place.ranks]

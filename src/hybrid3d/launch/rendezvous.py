@@ -85,13 +85,13 @@ def meet(record: RankInfo, members: str = "ranks", again: bool = False, late: ra
     store = connect(members)
     rank, member = distributed.rank(), members.removesuffix("s")
     try:
-        arrived = again and store.check([f"record/{rank}"])
+        arrived = again and rank not in late and store.check([f"record/{rank}"])
         if arrived and (rank > 0 or store.check(["answer"])):
-            return _with_address(store)
+            return _with_address(store, late)
         store.set(f"address/{rank}", _own_address())
         store.set(f"record/{rank}", json.dumps(record))
         if rank == 0:
-            return _with_address(_compare_and_answer(store, members, late))
+            return _with_address(_compare_and_answer(store, members, late), late)
         store.wait(["answer"], timedelta(seconds=rendezvous_seconds() + 60))
         message, code = json.loads(store.get("answer"))
         problems = []
@@ -106,7 +106,7 @@ def meet(record: RankInfo, members: str = "ranks", again: bool = False, late: ra
         raise RendezvousError(message, code, reported_by_rank_0=True)
     if problems:
         raise RendezvousError("\n  ".join(problems), 2)
-    return _with_address(store)
+    return _with_address(store, late)
 
 
 def _own_address() -> str:
@@ -116,28 +116,39 @@ def _own_address() -> str:
         return launch_environment.LOOPBACK
 
 
-def _with_address(store: Store) -> Store:
+def _with_address(store: Store, late: range) -> Store:
     """Find out at which address other nodes reach this one, and let gloo listen there; return the store.
 
     It is the one on the way to rank 0's host. Where that is loopback, as on that host itself, it is the one on the way
-    to a rank that has another.
+    to a rank that has another, or that of the default route if only ranks that come late may have one.
     """
     own = _own_address()
     if not launch_environment.on_one_machine() and launch_environment.is_loopback(own):
         keys = [f"address/{rank}" for rank in range(distributed.world_size())]
         others = [address.decode() for address in store.multi_get([key for key in keys if store.check([key])])]
         away = next((address for address in others if not launch_environment.is_loopback(address)), None)
-        own = own if away is None else launch_environment.source_address(away)
+        if away is not None or late:
+            with suppress(OSError):
+                own = launch_environment.source_address(away or launch_environment.NOWHERE)
     os.environ[launch_environment.ADDRESS] = own
     distributed.listen_at(own)
     return store
 
 
-def report(mistake: str) -> None:
-    """Send a mistake of this rank to rank 0, which prints it. Rank 0 may have exited because of its own mistake."""
-    silence_stderr()
-    with suppress(RendezvousError):
+def report(mistake: str) -> bool:
+    """Send a mistake of this rank to rank 0, which prints it, and return False if the others have met without this one.
+
+    Rank 0 may have exited because of its own mistake.
+    """
+    stderr = silence_stderr()
+    try:
         meet({"mistake": mistake})
+        return False
+    except RendezvousError:
+        return True
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
 
 
 def address() -> str:
@@ -250,9 +261,10 @@ def why_not(error: OSError) -> str:
 def _compare_and_answer(store: Store, members: str, late: range) -> Store:
     """Wait for all records on rank 0, compare them, answer, and wait until the others have read the answer."""
     keys = {rank: f"record/{rank}" for rank in range(distributed.world_size()) if rank not in late}
+    pause = max(0.05, len(keys) / distributed.RANKS_PER_POLL_SECOND)
     end = time.monotonic() + rendezvous_seconds()
     while not store.check(list(keys.values())) and time.monotonic() < end:
-        time.sleep(0.05)
+        time.sleep(pause)
     message, code = "", 0
     missing = [rank for rank, key in keys.items() if not store.check([key])]
     if missing:

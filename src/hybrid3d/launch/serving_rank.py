@@ -9,12 +9,12 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
+from hybrid3d import ledger
 from hybrid3d.config import Recipe
 from hybrid3d.launch import rendezvous
 from hybrid3d.launch.policies import Over, ServingPolicy
 from hybrid3d.launch.rank_host import RankHost, become_parent
 from hybrid3d.launch_environment import BEAT_SECONDS, State, rank
-from hybrid3d.ledger import has_ended
 from hybrid3d.process import kill_descendants
 from hybrid3d.run import terminal
 from hybrid3d.run.ends import read_end
@@ -23,31 +23,30 @@ from hybrid3d.run.terminal import print_error
 
 
 class RunEnd:
-    """Whether the run has ended, as a thread finds out once a child has found the store."""
+    """Whether the run has ended, as a thread finds out once it is asked to.
+
+    Attributes:
+        has_come: it has ended.
+    """
 
     def __init__(self) -> None:
         self._thread = threading.Thread(target=self._watch, name="end of the run", daemon=True)
-        self._has_come = False
+        self.has_come = False
 
-    def has_come(self, states: bytes) -> bool:
-        """Return whether the run has ended.
-
-        Args:
-            states: those that the child has told.
-        """
-        if State.CONNECTED.value in states and self._thread.ident is None:
+    def begin(self) -> None:
+        """Begin to wait for it, the first time."""
+        if self._thread.ident is None:
             self._thread.start()
-        return self._has_come
 
     def _watch(self) -> None:
         self.wait()
-        self._has_come = True
+        self.has_come = True
 
     def wait(self) -> None:
         """Wait until the run has ended, or the store of it is gone."""
         with suppress(dist.DistError, rendezvous.RendezvousError):
             store = rendezvous.connect("ranks")
-            while not has_ended(store):
+            while not ledger.has_ended(store):
                 time.sleep(BEAT_SECONDS)
 
 
@@ -60,11 +59,17 @@ def run_serving_rank(recipe: Recipe, folder: RunFolder, launched: bool) -> int:
     become_parent()
     role, host, run_end = recipe.role_of(rank()), RankHost(tells=True), RunEnd()
     policy, why = ServingPolicy(rank(), role, getattr(recipe.roles, role).max_restarts), ""
+
+    def has_ended(states: bytes) -> bool:
+        if State.CONNECTED.value in states:  # there is a store that knows
+            run_end.begin()
+        return run_end.has_come
+
     while True:
         host.start(why)
-        exit = host.wait(run_end.has_come)
+        exit = host.wait(has_ended)
         kill_descendants()
-        what = policy.after(exit, read_end(folder, rank()), run_end.has_come(exit.states))
+        what = policy.after(exit, read_end(folder, rank()), run_end.has_come)
         if isinstance(what, Over):
             break
         with suppress(OSError):

@@ -160,6 +160,7 @@ class RolloutEngine:
         if recipe.keeps_rollout_weights:
             patches.keep_weights_while_asleep()
         if current_platform.is_cpu():
+            torch.compiler.set_stance("force_eager")  # vLLM compiles small functions all the same, for seconds a rank
             patches.name_shared_memory(run_id)
             if not rollout.pack_weights:
                 patches.keep_weights_unpacked()

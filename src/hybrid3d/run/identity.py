@@ -30,7 +30,9 @@ from hybrid3d.storage.manifest import (
 from hybrid3d.storage.user_files import UnreadableFile, parse_yaml, read_json_file
 
 # Settings that a resume may change, because they have no effect on results. `docs/run-folder.md` names them.
-FREE = re.compile(r"tracking|run\.(max_restarts|optimizer_sharding)|roles\.generation\.max_restarts|roles\.reward\..*")
+FREE = re.compile(
+    r"tracking|run\.(max_restarts|optimizer_sharding)|roles\.generation\.(max_restarts|ranks_at_start)|roles\.reward\..*"
+)
 MAX_DIFFERENCES = 20  # lines of a message
 
 

@@ -117,6 +117,7 @@ class Watchdog:
         report: Report,
         role_of: Callable[[int], str] = lambda rank: "",
         on_deadlock: Callable[[str], None] = lambda message: None,
+        late: range = range(0),
     ):
         """Start the thread, which watches the one that calls this.
 
@@ -126,9 +127,11 @@ class Watchdog:
             report: called in the thread, on rank 0, with an event, a message and the event's fields.
             role_of: returns the role of a rank, for messages; empty if it goes without saying.
             on_deadlock: called in the thread, on rank 0, with a message when no rank can go on.
+            late: ranks that may not be there.
         """
         self._store, self._rank, self._world_size, self._report = clone_store(store), rank, world_size, report
         self._role_of, self._on_deadlock = role_of, on_deadlock
+        self._beats = dict.fromkeys(late, "")  # the last ones, on rank 0
         self._told_from = heartbeat_seconds() / 2  # so that whom the others wait for is known when one is named
         self._limit, self._poll_seconds = heartbeat_seconds(), max(POLL_SECONDS, world_size / RANKS_PER_POLL_SECOND)
         self._thread_id = threading.get_ident()
@@ -248,7 +251,7 @@ class Watchdog:
         known = {rank: place for rank, place in found.items() if place.waits or rank in standing}
         if not any(told.seen for told in self._told.values()):
             self._told = {}
-        everyone = len(standing) == self._world_size
+        everyone = len(standing.keys() | self._find_absent()) == self._world_size
         working = {rank: place for rank, place in standing.items() if not place.waits}
         ledger.tell_all_stand(self._store, everyone)
         named = working or (standing if everyone else {})
@@ -262,6 +265,11 @@ class Watchdog:
             self._report("standstill", standstill_message(named, known, everyone, self._role_of), fields)
         if everyone and not working and min(place.seconds for place in standing.values()) > START_SECONDS:
             self._on_deadlock(standstill_message(standing, known, everyone, self._role_of))
+
+    def _find_absent(self) -> set[int]:
+        """Return which of the ranks that may not be there are not: their heartbeats are those of the last call."""
+        before, self._beats = self._beats, {rank: ledger.read_beat(self._store, rank) for rank in self._beats}
+        return {rank for rank, beat in self._beats.items() if beat in ("", before[rank])}
 
     def _look_for_slow_ranks(self) -> None:
         """Report ranks that are slow in a phase, once each; look twice a step, as others tell later than this rank."""

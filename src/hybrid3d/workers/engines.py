@@ -38,7 +38,7 @@ class Engines(RoleClient):
         self._per_engine = recipe.rollout.dp
         self._training = tuple(recipe.role_ranks["train"])
         self._active = recipe.active_generation_ranks // self._size
-        self._awaited = (recipe.late_ranks.start - recipe.role_ranks["generation"].start) // self._size
+        self._at_start = (recipe.late_ranks.start - recipe.role_ranks["generation"].start) // self._size
         self._epoch = 0
         self._taking_part: list[WorkerGroup] = []  # in the last sync
         self._had_sync = False
@@ -114,7 +114,7 @@ class Engines(RoleClient):
         """Return how many engines the next sync needs; the first one also those that may come late and have come."""
         if self._had_sync:
             return 1
-        awaited = min(self._active, self._awaited)
+        awaited = min(self._active, self._at_start)
         return awaited + sum(engine is not None for engine in self._groups[awaited : self._active])
 
     def unchanged(self, active_ranks: int) -> bool:

@@ -112,6 +112,7 @@ def current_device_is(device: torch.device) -> Iterator[None]:
 
 def install() -> None:
     """Replace the functions of `torch.cuda` that Megatron-Core calls; call it once before importing Megatron."""
+    torch.compiler.set_stance("force_eager")  # each rank would compile for seconds what takes microseconds
     set_existing(f"torch=={torch.__version__}", torch.cuda, **TORCH_CUDA)
 
 
