@@ -47,7 +47,7 @@ class Echoes(RoleClient):
 
     def ask(self, texts: Sequence[str]) -> list[list[float]]:
         """Return what all ranks of the role say, after waiting for all of them."""
-        groups = self._wait_for(self._active, "", "")
+        groups = self._wait_for(lambda: self._active, "", "")
         call = Score({0: WithTexts.of([Query(text, "", "") for text in texts])}, "echo")
         replies = self._receive(self._send(dict.fromkeys(groups, call)))
         return [list(reply.scores[0].rewards) for of_group in replies.values() for reply in of_group]

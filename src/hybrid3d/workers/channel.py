@@ -136,9 +136,11 @@ class Connection:
             Disconnected: there is none, and none can come, or the other end sends what is no message.
         """
         try:
-            return decode(self._messages.recv_bytes())
+            data = self._messages.recv_bytes()
         except (EOFError, OSError) as error:
             raise Disconnected(str(error)) from error
+        try:
+            return decode(data)
         except ValueError as error:
             raise self._refuse(f"what came is no message: {error}") from error
 

@@ -1,0 +1,159 @@
+"""Ranks of each role are lost in each way, under three launchers: the run goes on, names the cause and learns the same.
+
+SLURM's lost nodes are in `test_slurm.py`; what follows from each end, without processes, in `test_policies.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from commands import ROOT, demo_folder, hybrid3d, read_rows, without
+from live_runs import child_of, ranks_of, recorded, wait_for_rows, wait_until
+from run_ranks import SHARED_MEMORY, environment, kill_marked
+
+pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(1500)]
+
+# Rank 0 trains, 1 and 2 generate, 3 computes rewards
+SETTINGS = [
+    str(ROOT / "recipes/demo-cpu.yaml"),
+    *("model.path=build/demo/base", "model.dtype=bfloat16", "guard.initial_mismatch=ignore", "train.tp=1"),
+    *("train.pp=1", "rollout.tp=1", "roles.generation.ranks=2", "roles.reward.ranks=1", "machine.gpus_per_node=2"),
+    *("algorithm.prompts_per_step=8", "optimizer.lr=1e-5", "run.eval_every=9999", "run.checkpoint_every=5"),
+    *("sync.verify=always", "run.max_restarts=20"),
+]
+WAYS = {
+    "killed by SIGKILL": signal.SIGKILL,
+    "killed by SIGSEGV": signal.SIGSEGV,
+    "killed by SIGABRT": signal.SIGABRT,
+    "is stopped": signal.SIGSTOP,
+    "ended with exit code 3": signal.SIGUSR2,
+    "ValueError: boom": signal.SIGRTMIN,
+}
+# In a process of Python, two signals are other ends
+HANDLERS = """
+import os, signal
+def boom(number, frame):
+    raise ValueError("boom")
+signal.signal(signal.SIGUSR2, lambda number, frame: os._exit(3))
+signal.signal(signal.SIGRTMIN, boom)
+"""
+KILLS = {
+    "hybrid3d": [
+        (1, "killed by SIGKILL"),
+        (0, "killed by SIGSEGV"),
+        (2, "killed by SIGABRT"),
+        (3, "killed by SIGKILL"),
+        (1, "ended with exit code 3"),
+        (0, "ValueError: boom"),
+        (2, "is stopped"),
+        (3, "ValueError: boom"),
+        (2, "killed by SIGSEGV"),
+        (0, "ended with exit code 3"),
+    ],
+    "torchrun": [
+        (3, "killed by SIGSEGV"),
+        (0, "killed by SIGKILL"),
+        (1, "ValueError: boom"),
+        (1, "is stopped"),
+        (0, "killed by SIGABRT"),
+    ],
+    "ray": [
+        (2, "killed by SIGKILL"),
+        (0, "killed by SIGABRT"),
+        (3, "ended with exit code 3"),
+        (1, "killed by SIGSEGV"),
+        (0, "killed by SIGKILL"),
+    ],
+}
+MIN_STEPS = 30
+SECONDS = 120
+
+
+@pytest.fixture(scope="module")
+def work(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run in which nothing is lost."""
+    work = demo_folder(tmp_path_factory.mktemp("kills"), demo)
+    hybrid3d(work, "train", *SETTINGS, "name=steady", "run.steps=100")
+    (work / "sitecustomize.py").write_text(HANDLERS)
+    return work
+
+
+@contextmanager
+def launched(work: Path, launcher: str, name: str) -> Iterator[subprocess.Popen[str]]:
+    """Start a run whose output is in a file; at the end none of its processes is left."""
+    arguments = ["-m", "hybrid3d", "train", *SETTINGS, f"name={name}", "run.steps=9999"]
+    mark, paths = uuid.uuid4().hex, [str(work), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    variables = environment(mark, PYTHONPATH=os.pathsep.join(filter(None, paths)), HYBRID3D_HEARTBEAT_SECONDS="15")
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder, pytest.MonkeyPatch.context() as patch:
+        if launcher == "torchrun":
+            agent = ["-m", "torch.distributed.run", "--nproc-per-node", "4", "--rdzv-backend", "c10d"]
+            arguments = [*agent, "--rdzv-endpoint", "127.0.0.1:0", *arguments]
+        if launcher == "ray":
+            from ray.cluster_utils import Cluster
+
+            patch.setenv("RAY_TMPDIR", folder)  # paths of sockets must be short
+            node = {"num_cpus": 2, "object_store_memory": 100_000_000}
+            cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+            cluster.add_node(**node)
+            arguments += ["--ray", cluster.address]
+        with (work / f"{name}.txt").open("w") as out:
+            process = subprocess.Popen(
+                [sys.executable, *arguments], cwd=work, env=variables, stdout=out, stderr=out, text=True
+            )
+            try:
+                yield process
+            finally:
+                kill_marked(mark)
+                process.wait()
+                if launcher == "ray":
+                    cluster.shutdown()
+
+
+def told(work: Path, run: Path, rank: int, how: str) -> int:
+    """Return how often it was told that a rank has ended in a way, and is there again."""
+    if rank == 0:
+        return (work / f"{run.name}.txt").read_text().count(f"rank 0 failed: {how}")
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    again = ("engine_joined", "reward_worker_joined")
+    return sum(event["event"] in again and event["ranks"] == [rank] and event["why"] == how for event in events)
+
+
+@pytest.mark.parametrize("launcher", KILLS)
+def test_run_goes_on_through_each_loss(launcher: str, work: Path) -> None:
+    run, before = work / "runs" / launcher, set(SHARED_MEMORY.iterdir())
+    with launched(work, launcher, launcher) as process:
+        wait_for_rows(run, 3, process)
+        for rank, how in KILLS[launcher]:
+            said = "killed by SIGKILL" if how == "is stopped" else how  # by its parent
+            times, victim = told(work, run, rank, said), child_of(run, rank)
+            assert victim is not None
+            os.kill(victim, WAYS[how])
+            wait_until(lambda: told(work, run, rank, said) == times + 1, process)  # noqa: B023
+            wait_until(lambda: child_of(run, rank) not in (None, victim), process)  # noqa: B023
+            rows = recorded(run)
+            wait_until(lambda: recorded(run) > rows + 5, process)  # noqa: B023
+        rows = max(recorded(run), MIN_STEPS)
+        (run / "control.yaml").write_text(f"run.steps: {rows + 5}\n")
+        assert process.wait(SECONDS) == 0
+        assert ranks_of(run) == []
+    end = time.monotonic() + SECONDS
+    while launcher != "ray" and set(SHARED_MEMORY.iterdir()) - before:  # Ray has files of its own there
+        assert time.monotonic() < end
+        time.sleep(0.5)
+    steady, shaken = (read_rows(work / "runs" / name)[:-1] for name in ("steady", launcher))
+    both = min(len(steady), len(shaken))
+    assert both >= MIN_STEPS
+    of_traffic = [key for row in shaken for key in row if key.startswith("sync/")]
+    assert without(steady[:both], *of_traffic) == without(shaken[:both], *of_traffic)
