@@ -21,7 +21,7 @@ assert SPEC.loader is not None
 structure = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(structure)
 
-FILES, LINES = 359, 57874  # of the package
+FILES, LINES = 359, 57876  # of the package
 LINES_OF_ROOM = {
     "__init__": 10,
     "__main__": 10,
@@ -55,7 +55,7 @@ LINES_OF_ROOM = {
     "trainer": 3210,
     "watch": 950,
     "weight_transfer": 1110,
-    "workers": 1560,
+    "workers": 1570,
 }
 IMPORTS = 0.0775  # the share of lines that imports take; 0.065 is aimed at
 NONE = {

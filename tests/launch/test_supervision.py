@@ -198,6 +198,40 @@ def test_child_that_tells_nothing_is_ended_soon(monkeypatch: pytest.MonkeyPatch)
         assert host.wait(lambda states: True, poll_seconds=0.1).code == code
 
 
+BEATS = """
+import os, time
+os.write(1, {ready!r})
+for beat in range(8):
+    os.write(1, {alive!r})
+    time.sleep(1)
+os._exit(7)
+"""
+HOST = """
+import subprocess, sys
+from hybrid3d.launch import rank_host
+rank_host._start = lambda variables, stdout: subprocess.Popen([sys.executable, "-c", {beats!r}], stdout=stdout)
+host = rank_host.RankHost(tells=True)
+host.start()
+print(host._child.pid, flush=True)
+print(host.wait(lambda states: False).code)
+"""
+
+
+def test_child_that_was_suspended_with_its_host_is_not_silent() -> None:
+    """As in a terminal, or on a laptop that is closed: for longer than a child may be silent."""
+    beats = BEATS.format(ready=State.READY.value, alive=State.ALIVE.value)
+    variables = environment("", HYBRID3D_HEARTBEAT_SECONDS="6")
+    command = [sys.executable, "-c", HOST.format(beats=beats)]
+    with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True) as host:
+        pids = [host.pid, int(host.stdout.readline())]
+        time.sleep(1)
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in pids:
+                os.kill(pid, number)
+            time.sleep(9 if number == signal.SIGSTOP else 0)
+        assert host.communicate(timeout=SOON)[0] == "7\n"
+
+
 def test_failure_of_any_text_reaches_the_next_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a path whose bytes are no text, and with half of a character: both can be in an error's message."""
     told = list[str]()
