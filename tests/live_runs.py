@@ -45,9 +45,9 @@ def wait_for_rows(run: Path, rows: int, process: subprocess.Popen[str]) -> None:
         time.sleep(0.002)
 
 
-def wait_until(condition: Callable[[], Any], process: subprocess.Popen[str]) -> None:
+def wait_until(condition: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 120) -> None:
     """Wait until a condition of a run is true."""
-    end = time.monotonic() + 120
+    end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
         assert process.poll() is None

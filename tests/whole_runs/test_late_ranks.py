@@ -24,8 +24,11 @@ RUN = [
     *("model.path=build/demo/base", "model.dtype=bfloat16", "guard.initial_mismatch=ignore", "train.tp=1"),
     *("train.pp=1", "rollout.tp=1", "roles.generation.ranks=2", "roles.generation.ranks_at_start=1"),
     *("algorithm.prompts_per_step=8", "optimizer.lr=1e-5", "run.eval_every=999", "sync.verify=always"),
-    *("machine.gpus_per_node=1", "run.steps=500"),  # control.yaml ends it
+    *("machine.gpus_per_node=1", "run.steps=9999"),  # control.yaml ends it
 ]
+
+
+STARTED = 300  # seconds in which a rank has imported both engines and has built one, beside other work
 
 
 def events_of(run: Path, *names: str) -> list[tuple[str, list[int]]]:
@@ -59,10 +62,10 @@ def test_rank_that_comes_later_generates_from_the_next_version(demo: Path, tmp_p
         wait_for_rows(run, 1, first)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(CHECKED, "1")  # so that the ranks' rendezvous finds it, and not the check of the run's folder
-            assert start(2, "rollout.temperature=0.5").wait(120) == 2
+            assert start(2, "rollout.temperature=0.5").wait(STARTED) == 2
         refused = (run / "logs/rank-2.log").read_text()
         late = start(2)
-        wait_until(lambda: events_of(run, "engine_joined"), first)
+        wait_until(lambda: events_of(run, "engine_joined"), first, STARTED)
         begun = recorded(run)
         (run / "control.yaml").write_text(f"run.steps: {begun + 3}\n")
         assert [process.wait(300) for process in (first, late)] == [0, 0]
@@ -89,12 +92,12 @@ def test_ray_node_that_joins_gives_an_engine(demo: Path, tmp_path: Path) -> None
                 wait_for_rows(run, 2, process)
                 assert ranks_of(run, 2) == []
                 joined = cluster.add_node(**node)
-                wait_until(lambda: events_of(run, "engine_joined") == [("engine_joined", [2])], process)
+                wait_until(lambda: events_of(run, "engine_joined") == [("engine_joined", [2])], process, STARTED)
                 cluster.remove_node(joined, allow_graceful=False)
                 wait_until(lambda: events_of(run, "engine_lost") == [("engine_lost", [2])], process)
                 wait_for_rows(run, recorded(run) + 2, process)
                 cluster.add_node(**node)
-                wait_until(lambda: len(events_of(run, "engine_joined")) == 2, process)
+                wait_until(lambda: len(events_of(run, "engine_joined")) == 2, process, STARTED)
                 assert child_of(run, 2)
                 (run / "control.yaml").write_text(f"run.steps: {recorded(run) + 3}\n")
                 assert process.wait(600) == 0
