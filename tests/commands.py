@@ -80,6 +80,10 @@ def read_rows(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def read_events(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+
+
 def is_time(key: str) -> bool:
     """Return whether a metric may differ between two runs of the same seed."""
     return key.startswith("time/") or key.endswith(("seconds", "per_second"))

@@ -5,30 +5,60 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from commands import ROOT
 from run_ranks import environment, kill_marked
 
 
 @contextmanager
-def started(work: Path, arguments: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    """Start `hybrid3d train` in a folder, whose output is read later; at the end none of its processes is left."""
+def started(
+    work: Path, arguments: Sequence[str], agent: Sequence[str] = (), output: Path | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """Start `hybrid3d train` in a folder; at the end none of its processes is left.
+
+    Args:
+        agent: the arguments of Python that start it as ranks.
+        output: the file that has what it prints; None if that is read later, and fits in a pipe.
+    """
     mark = uuid.uuid4().hex
-    command = [sys.executable, "-m", "hybrid3d", "train", *arguments]
+    command = [sys.executable, *agent, "-m", "hybrid3d", "train", *arguments]
     paths = [str(work), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     variables = environment(mark, PYTHONPATH=os.pathsep.join(filter(None, paths)))
-    process = subprocess.Popen(command, cwd=work, env=variables, stdout=subprocess.PIPE, text=True)
-    try:
-        yield process
-    finally:
-        kill_marked(mark)
-        process.wait()
+    with ExitStack() as stack:
+        printed = subprocess.PIPE if output is None else stack.enter_context(output.open("w"))
+        process = subprocess.Popen(command, cwd=work, env=variables, stdout=printed, text=True)
+        try:
+            yield process
+        finally:
+            kill_marked(mark)
+            process.wait()
+
+
+@contextmanager
+def ray_cluster(*cpus: int) -> Iterator[Any]:
+    """Start a Ray cluster on this machine, of nodes with so many CPUs, and yield Ray's own `Cluster`."""
+    from ray.cluster_utils import Cluster
+
+    memory = {"object_store_memory": 100_000_000}
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", folder)  # paths of sockets must be short
+        head = {"num_cpus": cpus[0], "include_dashboard": False, **memory}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        try:
+            for number in cpus[1:]:
+                cluster.add_node(num_cpus=number, **memory)
+            yield cluster
+        finally:
+            cluster.shutdown()
 
 
 def recorded(run: Path) -> int:

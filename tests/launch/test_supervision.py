@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import ROOT, demo_folder, read_rows
+from commands import ROOT, demo_folder, read_events, read_rows
 from hybrid3d.launch import child, rank_host, serving_rank
 from hybrid3d.launch.local_ranks import run_ranks
 from hybrid3d.launch.policies import STOPPED
@@ -281,7 +280,7 @@ def test_training_survives_kill_of_a_generating_rank_s_parent(demo: Path, tmp_pa
         wait_for_rows(run, 2, process)
         os.kill(parent_of(run, 1), signal.SIGKILL)
         assert process.wait(600) == 0
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    events = read_events(run)
     assert [event["ranks"] for event in events if event["event"] == "engine_lost"] == [[1]]
     assert len(read_rows(run)) == 8
 

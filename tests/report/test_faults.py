@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -19,7 +18,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import warm_python
-from commands import ROOT, demo_folder, read_rows
+from commands import ROOT, demo_folder, read_events, read_rows
 from hybrid3d.report.timeline import read_timeline
 from hybrid3d.storage import manifest
 from run_ranks import environment
@@ -58,7 +57,7 @@ if os.environ.get("RANK") == "3" and "hybrid3d" in sys.orig_argv:  # not in proc
 
 
 def events_of(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    return read_events(run)
 
 
 def can_mount() -> bool:

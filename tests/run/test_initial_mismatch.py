@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import subprocess
@@ -14,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import warm_python
-from commands import ROOT, experts_folder, read_rows
+from commands import ROOT, experts_folder, read_events, read_rows
 from hybrid3d.config import Guard as Settings
 from hybrid3d.config import load_recipe
 from hybrid3d.run.health import MAX_EXPLAINED_MISMATCH, EngineMismatch, Guard
@@ -148,7 +147,7 @@ def train(work: Path, *settings: str, expect: int, fault: bool = False) -> str:
 
 
 def events_of(work: Path, event: str) -> list[dict[str, Any]]:
-    events = [json.loads(line) for line in (work / "runs/run/events.jsonl").read_text().splitlines()]
+    events = read_events(work / "runs/run")
     return [one for one in events if one["event"] == event]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from commands import ROOT, hybrid3d
+from commands import ROOT, hybrid3d, read_events
 from hybrid3d.storage import manifest
 from hybrid3d.storage.manifest import BrokenCheckpoint
 from run_ranks import run_ranks
@@ -230,7 +230,7 @@ def test_readers_each_name_every_damage_and_read_no_further(work: Path) -> None:
         if "resume" in case:
             assert case["resume"]["step"] == 1
             resumed.append(case["load"]["said"])
-    events = [json.loads(line) for line in (work / "damaged/events.jsonl").read_text().splitlines()]
+    events = read_events(work / "damaged")
     assert [event["why"] for event in events if event["event"] == "checkpoint_broken"] == resumed
     assert len(resumed) == 2 * len(files)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import ROOT, demo_folder, hybrid3d
+from commands import ROOT, demo_folder, hybrid3d, read_events
 from hybrid3d.watch import watchdog
 from hybrid3d.watch.stalls import Standstill, Wait, describe_frame, standstill_message, waits_for
 from hybrid3d.watch.watchdog import StackSampler
@@ -239,7 +239,7 @@ def test_reward_that_blocks_is_named(demo: Path, tmp_path: Path, monkeypatch: py
     ]
     settings += ["reward.name=rewards:sleepy", "reward.timeout_seconds=60", "name=sleepy"]
     hybrid3d(work, "train", str(ROOT / "recipes/demo-cpu.yaml"), *settings, also=work)
-    events = [json.loads(line) for line in (work / "runs/sleepy/events.jsonl").read_text().splitlines()]
+    events = read_events(work / "runs/sleepy")
     (found,) = [event for event in events if event["event"] == "standstill"]
     (rank,) = found["ranks"]
     (place,) = (place for place, ranks in found["places"].items() if ranks == [rank])

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from commands import EXPERTS, ROOT, experts_folder, hybrid3d, python, read_rows
+from commands import EXPERTS, ROOT, experts_folder, hybrid3d, python, read_events, read_rows
 from hybrid3d.replay.step_record import read_step
 from hybrid3d.run.folder import RunFolder, recorded_folder
 
@@ -311,7 +311,7 @@ def test_streams_and_crowds_are_answered(requests: tuple[Path, dict[str, Any]]) 
 
 def test_sessions_whose_agent_is_silent_end(requests: tuple[Path, dict[str, Any]]) -> None:
     """One was silent after a call: it counts as a failure. One was before any call: another agent got the session."""
-    events = [json.loads(line) for line in (requests[0] / "events.jsonl").read_text().splitlines()]
+    events = read_events(requests[0])
     failures = [event for event in events if event["event"] == "reward_failed"]
     assert [(event["failures"], event["held_out"]) for event in failures] == [({"agent_hung": 1}, True)]
     assert failures[0]["examples"] == {"agent_hung": "its agent made no call for 6 s"}

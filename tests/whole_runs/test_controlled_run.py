@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from commands import ROOT, demo_folder, hybrid3d, read_rows
+from commands import ROOT, demo_folder, hybrid3d, read_events, read_rows
 from hybrid3d.config import OFFLOADS
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
@@ -64,7 +63,7 @@ def test_run_that_is_controlled_and_runs_out_of_memory(demo: Path, tmp_path: Pat
     assert f"rank 1 failed: OutOfMemoryRestart: {cause}: after a restart" in said
     assert said.count("failed:") == 1
 
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    events = read_events(run)
     told = [tuple(e.get(k) for k in ("event", "step", "key", "old", "new", "by")) for e in events]
     second = [
         ("setting_changed", 2, "rollout.temperature", 1.0, 0.8, "schedule"),

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from commands import ROOT, demo_folder, hybrid3d, read_rows
+from commands import ROOT, demo_folder, hybrid3d, read_events, read_rows
 
 pytestmark = [pytest.mark.engines, pytest.mark.processes, pytest.mark.timeout(600)]
 
@@ -71,7 +71,7 @@ def test_samples_are_truncated_and_trained_with_the_whole_distribution(work: Pat
     for row in read_rows(work / "runs/sampled"):
         assert 0.8 <= row["rollout/kept_probability_mean"] < 0.9  # hardly more than top_p, as the model is not trained
         assert 0 < row["mismatch/logprob_abs_max"] <= 1e-3
-    events = [json.loads(line) for line in (work / "runs/sampled/events.jsonl").read_text().splitlines()]
+    events = read_events(work / "runs/sampled")
     told = [event for event in events if event["event"] == "sampling_truncated"]
     assert [(event["step"], event["top_p"]) for event in told] == [(0, 0.8)]
     samples = [json.loads(line) for line in (work / "runs/sampled/samples.jsonl").read_text().splitlines()]

@@ -5,23 +5,19 @@ SLURM's lost nodes are in `test_slurm.py`; what follows from each end, without p
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
-import sys
-import tempfile
 import time
-import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
-from commands import ROOT, demo_folder, hybrid3d, read_rows, without
-from live_runs import child_of, ranks_of, recorded, wait_for_rows, wait_until
-from run_ranks import SHARED_MEMORY, environment, kill_marked
+from commands import ROOT, demo_folder, hybrid3d, read_events, read_rows, without
+from live_runs import child_of, ranks_of, ray_cluster, recorded, started, wait_for_rows, wait_until
+from run_ranks import SHARED_MEMORY
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -91,41 +87,24 @@ def work(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def launched(work: Path, launcher: str, name: str) -> Iterator[subprocess.Popen[str]]:
-    """Start a run whose output is in a file; at the end none of its processes is left."""
-    arguments = ["-m", "hybrid3d", "train", *SETTINGS, f"name={name}", "run.steps=9999"]
-    mark, paths = uuid.uuid4().hex, [str(work), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-    variables = environment(mark, PYTHONPATH=os.pathsep.join(filter(None, paths)), HYBRID3D_HEARTBEAT_SECONDS="15")
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder, pytest.MonkeyPatch.context() as patch:
+def launched(work: Path, launcher: str) -> Iterator[subprocess.Popen[str]]:
+    """Start a run that is named after its launcher, whose output is in a file."""
+    agent, arguments = [], [*SETTINGS, f"name={launcher}", "run.steps=9999"]
+    with ExitStack() as stack:
         if launcher == "torchrun":
             agent = ["-m", "torch.distributed.run", "--nproc-per-node", "4", "--rdzv-backend", "c10d"]
-            arguments = [*agent, "--rdzv-endpoint", "127.0.0.1:0", *arguments]
+            agent += ["--rdzv-endpoint", "127.0.0.1:0"]
         if launcher == "ray":
-            from ray.cluster_utils import Cluster
-
-            patch.setenv("RAY_TMPDIR", folder)  # paths of sockets must be short
-            node = {"num_cpus": 2, "object_store_memory": 100_000_000}
-            cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
-            cluster.add_node(**node)
-            arguments += ["--ray", cluster.address]
-        with (work / f"{name}.txt").open("w") as out:
-            process = subprocess.Popen(
-                [sys.executable, *arguments], cwd=work, env=variables, stdout=out, stderr=out, text=True
-            )
-            try:
-                yield process
-            finally:
-                kill_marked(mark)
-                process.wait()
-                if launcher == "ray":
-                    cluster.shutdown()
+            arguments += ["--ray", stack.enter_context(ray_cluster(2, 2)).address]
+        stack.enter_context(pytest.MonkeyPatch.context()).setenv("HYBRID3D_HEARTBEAT_SECONDS", "15")
+        yield stack.enter_context(started(work, arguments, agent, work / f"{launcher}.txt"))
 
 
 def told(work: Path, run: Path, rank: int, how: str) -> int:
     """Return how often it was told that a rank has ended in a way, and is there again."""
     if rank == 0:
         return (work / f"{run.name}.txt").read_text().count(f"rank 0 failed: {how}")
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    events = read_events(run)
     again = ("engine_joined", "reward_worker_joined")
     return sum(event["event"] in again and event["ranks"] == [rank] and event["why"] == how for event in events)
 
@@ -133,7 +112,7 @@ def told(work: Path, run: Path, rank: int, how: str) -> int:
 @pytest.mark.parametrize("launcher", KILLS)
 def test_run_goes_on_through_each_loss(launcher: str, work: Path) -> None:
     run, before = work / "runs" / launcher, set(SHARED_MEMORY.iterdir())
-    with launched(work, launcher, launcher) as process:
+    with launched(work, launcher) as process:
         wait_for_rows(run, 3, process)
         for rank, how in KILLS[launcher]:
             said = "killed by SIGKILL" if how == "is stopped" else how  # by its parent

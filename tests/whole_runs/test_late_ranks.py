@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from commands import ROOT, demo_folder, read_rows
+from commands import ROOT, demo_folder, read_events, read_rows
 from hybrid3d.launch_environment import CHECKED
-from live_runs import child_of, ranks_of, recorded, started, wait_for_rows, wait_until
+from live_runs import child_of, ranks_of, ray_cluster, recorded, started, wait_for_rows, wait_until
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
@@ -26,19 +24,15 @@ RUN = [
     *("algorithm.prompts_per_step=8", "optimizer.lr=1e-5", "run.eval_every=999", "sync.verify=always"),
     *("machine.gpus_per_node=1", "run.steps=9999"),  # control.yaml ends it
 ]
-
-
 STARTED = 300  # seconds in which a rank has imported both engines and has built one, beside other work
 
 
 def events_of(run: Path, *names: str) -> list[tuple[str, list[int]]]:
-    lines = (run / "events.jsonl").read_text().splitlines() if (run / "events.jsonl").exists() else []
-    events = [json.loads(line) for line in lines]
-    return [(event["event"], event["ranks"]) for event in events if event["event"] in names]
+    return [(event["event"], event["ranks"]) for event in read_events(run) if event["event"] in names]
 
 
 @contextmanager
-def ranks_by_hand(work: Path, name: str, *more: str) -> Iterator[Any]:
+def ranks_by_hand(work: Path, name: str) -> Iterator[Any]:
     """Yield `start(rank, *settings)`, which starts a rank as any launcher would."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -49,7 +43,7 @@ def ranks_by_hand(work: Path, name: str, *more: str) -> Iterator[Any]:
 
         def start(rank: int, *settings: str) -> subprocess.Popen[str]:
             patch.setenv("RANK", str(rank))
-            return stack.enter_context(started(work, [*RUN, f"name={name}", *more, *settings]))
+            return stack.enter_context(started(work, [*RUN, f"name={name}", *settings], output=work / f"{rank}.txt"))
 
         yield start
 
@@ -78,29 +72,22 @@ def test_rank_that_comes_later_generates_from_the_next_version(demo: Path, tmp_p
 
 @pytest.mark.slow
 def test_ray_node_that_joins_gives_an_engine(demo: Path, tmp_path: Path) -> None:
-    from ray.cluster_utils import Cluster
-
     work = demo_folder(tmp_path, demo)
-    run, node = work / "runs/grows", {"num_cpus": 1, "object_store_memory": 100_000_000}
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_TMPDIR", folder)  # paths of sockets must be short
-        cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
-        try:
-            cluster.add_node(**node)
-            command = [*RUN, "name=grows", "--ray", cluster.address]
-            with started(work, command) as process:
-                wait_for_rows(run, 2, process)
-                assert ranks_of(run, 2) == []
-                joined = cluster.add_node(**node)
-                wait_until(lambda: events_of(run, "engine_joined") == [("engine_joined", [2])], process, STARTED)
-                cluster.remove_node(joined, allow_graceful=False)
-                wait_until(lambda: events_of(run, "engine_lost") == [("engine_lost", [2])], process)
-                wait_for_rows(run, recorded(run) + 2, process)
-                cluster.add_node(**node)
-                wait_until(lambda: len(events_of(run, "engine_joined")) == 2, process, STARTED)
-                assert child_of(run, 2)
-                (run / "control.yaml").write_text(f"run.steps: {recorded(run) + 3}\n")
-                assert process.wait(600) == 0
-        finally:
-            cluster.shutdown()
+    run = work / "runs/grows"
+    with ExitStack() as stack:
+        cluster = stack.enter_context(ray_cluster(1, 1))
+        settings = [*RUN, "name=grows", "--ray", cluster.address]
+        process = stack.enter_context(started(work, settings, output=work / "printed.txt"))
+        wait_for_rows(run, 2, process)
+        assert ranks_of(run, 2) == []
+        joined = cluster.add_node(num_cpus=1, object_store_memory=100_000_000)
+        wait_until(lambda: events_of(run, "engine_joined") == [("engine_joined", [2])], process, STARTED)
+        cluster.remove_node(joined, allow_graceful=False)
+        wait_until(lambda: events_of(run, "engine_lost") == [("engine_lost", [2])], process)
+        wait_for_rows(run, recorded(run) + 2, process)
+        cluster.add_node(num_cpus=1, object_store_memory=100_000_000)
+        wait_until(lambda: len(events_of(run, "engine_joined")) == 2, process, STARTED)
+        assert child_of(run, 2)
+        (run / "control.yaml").write_text(f"run.steps: {recorded(run) + 3}\n")
+        assert process.wait(600) == 0
     assert ranks_of(run) == []

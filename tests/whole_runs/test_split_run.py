@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from commands import ROOT, demo_folder, hybrid3d, read_rows, without
-from live_runs import child_of, ranks_of, recorded, started, wait_for_rows, wait_until
+from commands import ROOT, demo_folder, hybrid3d, read_events, read_rows, without
+from live_runs import child_of, ranks_of, ray_cluster, recorded, started, wait_for_rows, wait_until
 from reference import save_classifier
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
@@ -392,7 +391,7 @@ def printed_when_killed(work: Path, name: str, rank: int | None, *more: str, exp
 
 def engine_events(run: Path, *what: str) -> list[dict[str, Any]]:
     """Return the events `engine_...` of a run."""
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    events = read_events(run)
     return [event for event in events if event["event"] in {f"engine_{one}" for one in what}]
 
 
@@ -413,15 +412,8 @@ def test_error_of_all_ranks_that_generate_ends_the_run(work: Path) -> None:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
     """Address of a Ray cluster of two nodes on this machine, with room for two ranks on each."""
-    from ray.cluster_utils import Cluster
-
-    node = {"num_cpus": 2, "object_store_memory": 100_000_000}
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_TMPDIR", folder)  # paths of sockets must be short
-        both = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
-        both.add_node(**node)
+    with ray_cluster(2, 2) as both:
         yield both.address
-        both.shutdown()
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from commands import ROOT, answers_of, hybrid3d, read_rows, warm_checkpoint, without
+from commands import ROOT, answers_of, hybrid3d, read_events, read_rows, warm_checkpoint, without
 from hybrid3d.report.timeline import read_timeline
 from killing import some_moment, start_and_kill, writing
 
@@ -82,7 +82,7 @@ def test_run_folder_is_complete(work: Path, runs: dict[str, Any]) -> None:
     sample = json.loads((run / "samples.jsonl").read_text().splitlines()[0])
     told = {"step", "weights", "versions", "prompt", "answer", "reward", "prompt_tokens", "answer_tokens"}
     assert sample.keys() == told
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    events = read_events(run)
     assert [event["event"] for event in events] == [
         "kernels",
         "data",
@@ -188,7 +188,7 @@ def test_run_that_is_killed_while_it_writes_a_checkpoint(work: Path, runs: dict[
     flip_a_byte(damaged / "__2_1.distcp")
     hybrid3d(work, "train", *arguments)
     assert_repeats(work, run)
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    events = read_events(run)
     assert [e["step"] for e in events if e["event"] == "resume"][-1] == STEPS - 2
     broken = [e for e in events if e["event"] == "checkpoint_broken"]
     assert [(e["step"], Path(e["path"]).name) for e in broken] == [(STEPS - 1, f"{damaged.name}.broken")]

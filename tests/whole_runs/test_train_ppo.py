@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from commands import ROOT, demo_folder, hybrid3d, read_rows, without
+from commands import ROOT, demo_folder, hybrid3d, read_events, read_rows, without
 from hybrid3d.scoring.code import sandbox
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1500)]
@@ -106,7 +106,7 @@ def test_policy_and_critic_are_updated(rows: list[dict[str, Any]]) -> None:
 
 
 def test_programs_are_judged_in_a_sandbox(work: Path, rows: list[dict[str, Any]]) -> None:
-    events = [json.loads(line) for line in (work / "runs/whole/events.jsonl").read_text().splitlines()]
+    events = read_events(work / "runs/whole")
     (told,) = [event for event in events if event["event"] == "sandbox"]
     assert told["confined_by"] == sandbox.protection()
     assert [event for event in events if event["event"] == "reward_failed"] == []
@@ -114,7 +114,7 @@ def test_programs_are_judged_in_a_sandbox(work: Path, rows: list[dict[str, Any]]
 
 
 def test_bound_that_is_left_is_told_once(work: Path, rows: list[dict[str, Any]]) -> None:
-    events = [json.loads(line) for line in (work / "runs/whole/events.jsonl").read_text().splitlines()]
+    events = read_events(work / "runs/whole")
     (told,) = [event for event in events if event["event"] == "bound_left"]
     assert (told["metric"], told["bound"], told["step"]) == ("train/entropy", 100, 1)
 

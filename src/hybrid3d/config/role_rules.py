@@ -22,8 +22,8 @@ def check_split(recipe: Recipe) -> Iterator[Refusal]:
             f"roles.generation.ranks={ranks}: algorithm.name={recipe.algorithm.name} never generates: leave it out",
         )
     apart = "no rank has both engines"
-    yield from _check_active_ranks(recipe)
-    yield from _check_ranks_at_start(recipe)
+    yield from _check_whole_engines(recipe)
+    yield from _check_nodes_of_late_ranks(recipe)
     if recipe.rollout is not None:
         yield from _check_nodes(recipe, "generation", "rollout.tp", recipe.rollout.tp)
     if recipe.rollout is not None and recipe.rollout.keep_weights:
@@ -38,41 +38,32 @@ def check_split(recipe: Recipe) -> Iterator[Refusal]:
         )
 
 
-def _check_active_ranks(recipe: Recipe) -> Iterator[Refusal]:
-    """Yield why this number of active ranks is not a number of whole engines."""
-    active, ranks, rollout = recipe.roles.generation.active_ranks, recipe.roles.generation.ranks, recipe.rollout
-    if active is None or ranks is None or rollout is None:
+def _check_whole_engines(recipe: Recipe) -> Iterator[Refusal]:
+    """Yield which of the settings that are a part of the ranks that generate are no number of whole engines."""
+    role, rollout = recipe.roles.generation, recipe.rollout
+    if rollout is None:
         return
     size = rollout.tp * rollout.dp
-    if active > ranks or active % size:
-        yield arithmetic(
-            "roles.generation.active_ranks roles.generation.ranks rollout.tp rollout.dp",
-            f"roles.generation.active_ranks={active}: expected a multiple of rollout.tp x rollout.dp = {size}, up to "
-            f"roles.generation.ranks={ranks}",
-        )
+    for setting, number in (("active_ranks", role.active_ranks), ("ranks_at_start", role.ranks_at_start)):
+        if number is not None and (number > recipe.generation_ranks or number % size):
+            yield arithmetic(
+                f"roles.generation.{setting} roles.generation.ranks rollout.tp rollout.dp",
+                f"roles.generation.{setting}={number}: expected a multiple of rollout.tp x rollout.dp = {size}, up to "
+                f"roles.generation.ranks={recipe.generation_ranks}",
+            )
 
 
-def _check_ranks_at_start(recipe: Recipe) -> Iterator[Refusal]:
-    """Yield why a run cannot begin with this number of ranks that generate."""
-    at_start, rollout = recipe.roles.generation.ranks_at_start, recipe.rollout
-    if at_start is None or rollout is None:
-        return
-    size, most = rollout.tp * rollout.dp, recipe.generation_ranks
-    if at_start > most or at_start % size:
-        yield arithmetic(
-            "roles.generation.ranks_at_start roles.generation.ranks rollout.tp rollout.dp",
-            f"roles.generation.ranks_at_start={at_start}: expected a multiple of rollout.tp x rollout.dp = {size}, up "
-            f"to roles.generation.ranks={most}",
-        )
+def _check_nodes_of_late_ranks(recipe: Recipe) -> Iterator[Refusal]:
+    """Yield why ranks that may come late would share a node with ranks that a run waits for."""
     late, per_node = recipe.late_ranks, recipe.machine.gpus_per_node
     borders = [late.start, *([late.stop] if late.stop < recipe.engine_ranks else [])] if late else []
     number = next((border for border in borders if border % per_node), None)
     if number is not None:
         yield arithmetic(
             "roles.generation.ranks_at_start machine.gpus_per_node",
-            f"roles.generation.ranks_at_start={at_start}: ranks {late.start} to {late.stop - 1}, which may come later, "
-            f"would share a node of machine.gpus_per_node={per_node} ranks with others: let the first {number} ranks "
-            "fill whole nodes",
+            f"roles.generation.ranks_at_start={recipe.roles.generation.ranks_at_start}: ranks {late.start} to "
+            f"{late.stop - 1}, which may come later, would share a node of machine.gpus_per_node={per_node} ranks with "
+            f"others: let the first {number} ranks fill whole nodes",
         )
 
 

@@ -106,16 +106,11 @@ def _check_listening(address: str) -> None:
 
 
 class Place(NamedTuple):
-    """Ranks that are together on a node, and the bundle of resources that is theirs.
-
-    Attributes:
-        late: the run goes on without them.
-    """
+    """Ranks that are together on a node, and the bundle of resources that is theirs."""
 
     ranks: range
     group: PlacementGroup
     bundle: int
-    late: bool = False
 
     @property
     def gpus(self) -> int:
@@ -133,7 +128,7 @@ def _placed(recipe: Recipe, address: str) -> Iterator[list[Place]]:
     """Reserve a part of a node for the ranks of each node at the start, and CPUs anywhere for those without engine."""
     unit = "GPU" if ray.cluster_resources().get("GPU") else "CPU"
     others, needed = range(recipe.engine_ranks, recipe.world_size), recipe.world_size - len(recipe.late_ranks)
-    nodes = [ranks for ranks in _ranks_by_node(recipe) if ranks.start not in recipe.late_ranks]
+    nodes = _ranks_by_node(recipe, late=False)
     sizes = [len(ranks) for ranks in nodes]
     found = sorted((int(n["Resources"].get(unit, 0)) for n in ray.nodes() if n["Alive"]), reverse=True)
     enough = len(found) >= len(sizes) and all(have >= need for have, need in zip(found, sizes, strict=False))
@@ -168,10 +163,11 @@ def _bundle(size: int, unit: str) -> dict[str, float]:
     return {"CPU": size, **({"GPU": size} if unit == "GPU" else {})}
 
 
-def _ranks_by_node(recipe: Recipe) -> list[range]:
-    """Return the ranks with an engine of each node."""
+def _ranks_by_node(recipe: Recipe, late: bool) -> list[range]:
+    """Return the ranks with an engine of each node: of those that may come late, or of the others."""
     per_node, world = recipe.machine.gpus_per_node, recipe.engine_ranks
-    return [range(first, min(first + per_node, world)) for first in range(0, world, per_node)]
+    nodes = [range(first, min(first + per_node, world)) for first in range(0, world, per_node)]
+    return [ranks for ranks in nodes if (ranks.start in recipe.late_ranks) == late]
 
 
 @ray.remote(max_restarts=0, max_task_retries=0, max_concurrency=2)
@@ -223,9 +219,8 @@ def _run_once(
         except RayError as error:  # a node was lost, and the ranks are started again
             lost = f"the nodes of its ranks do not answer within {CLOSE_SECONDS:g} s"
             raise RecipeError(recipe.name, [f"{lost}: {type(error).__name__}: start it again when they do"]) from error
-        for late in _ranks_by_node(recipe):
-            if late.start in recipe.late_ranks:
-                ranks.add(late, "GPU" if places[0].gpus else "CPU")
+        for late in _ranks_by_node(recipe, late=True):
+            ranks.add(late, "GPU" if places[0].gpus else "CPU")
         return ranks.wait()
     finally:
         ranks.end()
@@ -258,7 +253,7 @@ class _Ranks:
     def add(self, ranks: range, unit: str) -> None:
         """Start ranks of a node when there is room for them. The run goes on without those that fail."""
         group = placement_group([_bundle(len(ranks), unit)], strategy="STRICT_PACK")
-        self._late.append(Place(ranks, group, 0, late=True))
+        self._late.append(Place(ranks, group, 0))
 
     def _start_actors(self, place: Place) -> None:
         """Start the actor of each rank of a place, in the order of ranks."""
@@ -299,10 +294,10 @@ class _Ranks:
         """
         failures: dict[int, int] = {}
         with self._output(0).open("rb") as printed:
-            while not failures and any(not place.late for place, _ in self._running.values()):
+            while not failures and any(place not in self._late for place, _ in self._running.values()):
                 self._start_late()
                 for place, rank, code in self._finished(POLL_SECONDS):
-                    if not place.late:
+                    if place not in self._late:
                         failures |= {rank: LOST if code is None else code} if code != 0 else {}
                     elif code is None:
                         self._lose(place)
@@ -313,7 +308,7 @@ class _Ranks:
                     sys.stdout.flush()
         seconds = EXIT_SECONDS if failures else CLOSE_SECONDS
         for place, rank, code in self._finished(seconds, len(self._running)):
-            if code != 0 and not place.late:
+            if code != 0 and place not in self._late:
                 failures[rank] = LOST if code is None else code
         return failures
 

@@ -16,8 +16,8 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -124,8 +124,9 @@ def _with_address(store: Store, late: range) -> Store:
     """
     own = _own_address()
     if not launch_environment.on_one_machine() and launch_environment.is_loopback(own):
-        keys = [f"address/{rank}" for rank in range(distributed.world_size())]
-        others = [address.decode() for address in store.multi_get([key for key in keys if store.check([key])])]
+        keys = {rank: f"address/{rank}" for rank in range(distributed.world_size())}
+        present = [key for rank, key in keys.items() if rank not in late or store.check([key])]
+        others = [address.decode() for address in store.multi_get(present)]
         away = next((address for address in others if not launch_environment.is_loopback(address)), None)
         if away is not None or late:
             with suppress(OSError):
@@ -140,15 +141,12 @@ def report(mistake: str) -> bool:
 
     Rank 0 may have exited because of its own mistake.
     """
-    stderr = silence_stderr()
-    try:
-        meet({"mistake": mistake})
-        return False
-    except RendezvousError:
-        return True
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
+    with silenced_stderr():
+        try:
+            meet({"mistake": mistake})
+            return False
+        except RendezvousError:
+            return True
 
 
 def address() -> str:
@@ -307,11 +305,17 @@ def _version(package: str) -> str | None:
         return None
 
 
-def silence_stderr() -> int:
-    """Discard stderr, where the store prints its errors, and return a file descriptor of the original stderr."""
-    stderr = os.dup(2)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    return stderr
+@contextmanager
+def silenced_stderr() -> Iterator[int]:
+    """Discard stderr, where the store prints its errors; yield a file descriptor of the original stderr."""
+    stderr, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    os.close(null)
+    try:
+        yield stderr
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
 
 
 def _short(error: BaseException) -> str:
@@ -320,7 +324,11 @@ def _short(error: BaseException) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the rendezvous of a torchrun's nodes before it starts, and return the exit code."""
-    stderr = silence_stderr()
+    with silenced_stderr() as stderr:
+        return _meet_as_node(arguments, stderr)
+
+
+def _meet_as_node(arguments: Sequence[str], stderr: int) -> int:
     try:
         launch_environment.validate()
         store = meet(describe_rank(load_recipe(arguments[0], arguments[1:])), members="nodes")

@@ -102,12 +102,8 @@ def run_training_rank(recipe: Recipe, folder: RunFolder, launched: bool) -> int:
 
 def _connect() -> Store:
     """Return the store of the run, which this process has if it is that of rank 0 and no agent has it."""
-    stderr = rendezvous.silence_stderr()
-    try:
+    with rendezvous.silenced_stderr():
         return rendezvous.connect("ranks")
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
 
 
 def _wait(host: RankHost, starts: TrainingAttempts, start: int) -> int:
