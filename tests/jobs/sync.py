@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from faulty_transport import FlippedBits, use_faulty_transports
@@ -351,6 +352,7 @@ def main() -> None:
     for case in cases:
         family, _, folders = case.partition("=")
         results += prove(distributed.rank(), int(rollout_tp), dtype, slots, family, folders.split(","), kept)
+    assert not counters["stats"]["unique_graphs"], "neither engine compiles on a CPU"
     everyone = [result for share in distributed.gather_objects(results, dist.group.WORLD) for result in share]
     if distributed.rank() == 0:
         Path(out).write_text(json.dumps(everyone))
