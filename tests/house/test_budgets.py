@@ -21,7 +21,7 @@ assert SPEC.loader is not None
 structure = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(structure)
 
-FILES, LINES = 359, 57866  # of the package
+FILES, LINES = 359, 57887  # of the package
 LINES_OF_ROOM = {
     "__init__": 10,
     "__main__": 10,
@@ -31,7 +31,7 @@ LINES_OF_ROOM = {
     "config": 3520,
     "distributed": 400,
     "doctor": 1400,
-    "engines": 1930,
+    "engines": 1950,
     "errors": 40,
     "families": 1260,
     "generation": 3950,
@@ -45,13 +45,13 @@ LINES_OF_ROOM = {
     "replay": 780,
     "report": 1540,
     "reshard": 6580,
-    "rl": 2630,
+    "rl": 2620,
     "rollout": 2740,
     "run": 2140,
     "scoring": 4640,
     "storage": 710,
     "sync": 1180,
-    "train": 4790,
+    "train": 4800,
     "trainer": 3210,
     "watch": 950,
     "weight_transfer": 1110,
@@ -65,7 +65,7 @@ NONE = {
     "config": 130,
     "distributed": 5,
     "doctor": 32,
-    "engines": 81,
+    "engines": 80,
     "families": 21,
     "generation": 99,
     "inputs": 36,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid3d.engines.signatures import Function
-from hybrid3d.engines.syntax import class_name
+from hybrid3d.engines.syntax import class_name, statements_in
 from hybrid3d.engines.usage import DECLARED, PACKAGES, PATCHED, Use
 
 PATCH = ("target", "package", "reason", "test", "replacement", "may_be_undefined")  # the arguments of `Patch`
@@ -123,7 +123,7 @@ class Declarations:
         module, _, name = (class_name(value) or "").rpartition(".")
         file = (self._sources / self._path).with_name(f"{module}.py")
         tree = ast.parse(file.read_text(encoding="utf-8")) if module and file.is_file() else self._tree
-        found = [node for node in ast.walk(tree) if isinstance(node, Function) and node.name == name]
+        found = [node for node in statements_in(tree) if isinstance(node, Function) and node.name == name]
         return found[0] if len(found) == 1 else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 from hybrid3d.engines.signatures import Function
@@ -135,31 +136,52 @@ def bindings(body: Sequence[ast.stmt], is_typing: bool = False) -> Iterator[tupl
                 yield from bindings(getattr(node, part, []), is_typing)
 
 
-def set_in_methods(kind: ast.ClassDef, name: str) -> tuple[ast.stmt | None, ast.expr | None]:
-    """Return the statement in a class's methods that sets an attribute of the object, and the attribute's type."""
+def statements_in(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the statements in a module or statement and their parts that have statements, in the order of `ast.walk`.
+
+    It visits no expression, of which there are ten times as many.
+    """
+    found = deque([node])
+    while found:
+        node = found.popleft()
+        yield node
+        for name in node._fields:
+            if name in ("body", "orelse", "handlers", "finalbody", "cases"):
+                part = getattr(node, name)
+                found.extend(part if isinstance(part, list) else ())  # of an expression it is one
+
+
+Member = tuple[ast.stmt, ast.expr | None]
+"""The statement that gives a class or its objects an attribute, and the attribute's type."""
+
+
+def members_of(kind: ast.ClassDef) -> dict[str, Member]:
+    """Return what a class itself defines, by name: in its body, or else where its methods set it first."""
+    found: dict[str, Member] = {}
     for method in kind.body:
-        if not isinstance(method, Function) or not method.args.args:
+        if isinstance(method, Function) and method.args.args:
+            for name, member in _set_in(method, method.args.args[0].arg):
+                found.setdefault(name, member)
+    in_body: dict[str, list[ast.stmt]] = {}
+    for name, node, _ in bindings(kind.body):
+        in_body.setdefault(name, []).append(node)
+    for name, nodes in in_body.items():
+        node = definitions_first(nodes)[0]
+        found[name] = node, getattr(node, "annotation", None) or getattr(node, "returns", None)  # of a property
+    return found
+
+
+def _set_in(method: ast.FunctionDef | ast.AsyncFunctionDef, owner: str) -> Iterator[tuple[str, Member]]:
+    types = parameter_types(method)
+    for node in statements_in(method):
+        if not isinstance(node, ast.Assign | ast.AnnAssign):
             continue
-        types = parameter_types(method)
-        for node in ast.walk(method):
-            if not isinstance(node, ast.Assign | ast.AnnAssign):
-                continue
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            for target in targets:
-                if _sets(target, method.args.args[0].arg, name):
-                    return node, getattr(node, "annotation", None) or _type_of(node.value, types)
-    return None, None
-
-
-def _sets(target: ast.expr, owner: str, name: str) -> bool:
-    return any(
-        isinstance(one, ast.Attribute)
-        and one.attr == name
-        and isinstance(one.ctx, ast.Store)
-        and isinstance(one.value, ast.Name)
-        and one.value.id == owner
-        for one in ast.walk(target)
-    )
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            for one in ast.walk(target):
+                if not isinstance(one, ast.Attribute) or not isinstance(one.ctx, ast.Store):
+                    continue
+                if isinstance(one.value, ast.Name) and one.value.id == owner:
+                    yield one.attr, (node, getattr(node, "annotation", None) or _type_of(node.value, types))
 
 
 def parameter_types(method: Function) -> dict[str, ast.expr | None]:

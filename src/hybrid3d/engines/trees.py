@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hybrid3d.engines.signatures import Function, bound
 from hybrid3d.engines.syntax import (
+    Member,
     bases_of,
     bindings,
     class_name,
@@ -20,7 +21,7 @@ from hybrid3d.engines.syntax import (
     definitions_first,
     fields_of,
     last_name,
-    set_in_methods,
+    members_of,
 )
 
 FIELD_DECORATORS = {"dataclass", "config"}  # `config` is vLLM's, which makes a dataclass
@@ -115,6 +116,7 @@ class Tree:
         self._wheel = zipfile.ZipFile(place) if place.is_file() else None
         self._files = set(self._wheel.namelist()) if self._wheel else set[str]()
         self._modules: dict[str, Module | None] = {}
+        self._members: dict[ast.ClassDef, dict[str, Member]] = {}
 
     def text(self, path: str) -> str | None:
         """Return the text of a file; None if there is none, or it cannot be read."""
@@ -238,10 +240,11 @@ class Tree:
 
     def _own(self, kind: Class, path: Sequence[str], steps: int) -> Found:
         """Follow a path whose first name a class itself defines."""
-        nodes = definitions_first([node for name, node, _ in bindings(kind.node.body) if name == path[0]])
-        node, kind_of_node = (nodes[0], _annotation(nodes[0])) if nodes else set_in_methods(kind.node, path[0])
-        if node is None:
+        if kind.node not in self._members:
+            self._members[kind.node] = members_of(kind.node)
+        if path[0] not in self._members[kind.node]:
             return None
+        node, kind_of_node = self._members[kind.node][path[0]]
         if len(path) > 1:
             return self._typed(kind.module, kind_of_node, path[1:], steps)
         return Definition(kind.module, node, kind.node)
@@ -296,12 +299,6 @@ class Tree:
                 else:
                     found.pop(name, None)
         return found
-
-
-def _annotation(node: ast.stmt) -> ast.expr | None:
-    """Return the type of an attribute, or what a property returns."""
-    found: ast.expr | None = getattr(node, "annotation", None) or getattr(node, "returns", None)
-    return found
 
 
 def _imported(module: Module, node: ast.ImportFrom | ast.Import, name: str) -> str:

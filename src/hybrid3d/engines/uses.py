@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from hybrid3d.engines.declarations import Declarations
 from hybrid3d.engines.signatures import Call, Function, bound, call_of
-from hybrid3d.engines.syntax import bindings, class_name, decorators_of, last_name
+from hybrid3d.engines.syntax import bindings, class_name, decorators_of, last_name, statements_in
 from hybrid3d.engines.usage import CALLED, OVERRIDDEN, PACKAGES, SUBCLASSED, USED, Subclass, Use, Uses
 
 SOURCES = Path(__file__).resolve().parent.parent
@@ -53,13 +53,15 @@ def read_uses(sources: Path = SOURCES) -> Uses:
     optional: set[str] = set()
     chosen: set[str] = set()
     for file in (file for place in PLACES for file in sorted(sources.glob(place))):
-        tree = ast.parse(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        tree = ast.parse(text)
         path = file.relative_to(sources).as_posix()
         reader = _Reader(path, tree)
         reader.visit(tree)
         names += reader.uses
         subclasses += reader.subclasses
-        optional |= {*_asked_for(tree)}
+        if "find_spec" in text:
+            optional |= {*_asked_for(tree)}
         if file.name in DECLARING:
             declared = Declarations(path, tree, sources)
             names += declared.uses()
@@ -92,7 +94,7 @@ class _Reader(ast.NodeVisitor):
         self.uses: list[Use] = []
         self.subclasses: list[Subclass] = []
         self._path = path
-        self._classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+        self._classes = {node.name: node for node in statements_in(tree) if isinstance(node, ast.ClassDef)}
         self._scopes = [_Scope(ChainMap({}))]
         self._is_optional = False
         self._inner: set[int] = set()  # ids of attributes that are a part of a longer name
