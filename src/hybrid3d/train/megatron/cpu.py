@@ -36,6 +36,9 @@ def _is_cuda(device: object) -> bool:
     return isinstance(device, (str, torch.device)) and torch.device(device).type == "cuda"
 
 
+OF_TENSORS_THAT_EXIST = {torch.Tensor.cuda, torch.Tensor.to, torch.Tensor.type}  # which name CUDA without a keyword
+
+
 class cuda_means(TorchFunctionMode):
     """Context in which tensors requested on CUDA are created, or stay, on another device."""
 
@@ -44,6 +47,8 @@ class cuda_means(TorchFunctionMode):
         self._device = device
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not kwargs and func not in OF_TENSORS_THAT_EXIST:  # most of the many calls of a small model's step
+            return func(*args)
         kwargs = dict(kwargs or {})
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = self._device
