@@ -17,6 +17,7 @@ import pytest
 
 from commands import ROOT
 from run_ranks import environment, kill_marked
+from slurm_cluster import Cluster
 
 
 @contextmanager
@@ -36,6 +37,30 @@ def started(
     with ExitStack() as stack:
         printed = subprocess.PIPE if output is None else stack.enter_context(output.open("w"))
         process = subprocess.Popen(command, cwd=work, env=variables, stdout=printed, text=True)
+        try:
+            yield process
+        finally:
+            kill_marked(mark)
+            process.wait()
+
+
+@contextmanager
+def submitted(work: Path, settings: Sequence[str], output: Path) -> Iterator[subprocess.Popen[str]]:
+    """Submit the demo's job to a SLURM of two nodes, all of them this machine; at the end nothing of it is left.
+
+    Args:
+        work: a folder that has `launch` and `recipes`.
+        output: the file that has what the job prints.
+
+    Yields:
+        The process that waits for the job, and ends as it does.
+    """
+    mark = uuid.uuid4().hex
+    paths = [str(work), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    variables = environment(mark, PYTHON=sys.executable, PYTHONPATH=os.pathsep.join(filter(None, paths)))
+    with tempfile.TemporaryDirectory(prefix="slurm-") as folder, Cluster(Path(folder), variables) as cluster:
+        command = ["sbatch", "--wait", f"--output={output}", "launch/slurm/demo-cpu.sh", *settings]
+        process = subprocess.Popen(command, cwd=work, env=cluster.environment, text=True)
         try:
             yield process
         finally:

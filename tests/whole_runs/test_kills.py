@@ -1,4 +1,4 @@
-"""Ranks of each role are lost in each way, under three launchers: the run goes on, names the cause and learns the same.
+"""Ranks of each role are lost in each way, under four launchers: the run goes on, names the cause and learns the same.
 
 SLURM's lost nodes are in `test_slurm.py`; what follows from each end, without processes, in `test_policies.py`.
 """
@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
+import slurm_cluster
 from commands import ROOT, demo_folder, hybrid3d, read_events, read_rows, without
-from live_runs import child_of, ranks_of, ray_cluster, recorded, started, wait_for_rows, wait_until
+from live_runs import child_of, ranks_of, ray_cluster, recorded, started, submitted, wait_for_rows, wait_until
 from run_ranks import SHARED_MEMORY
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -72,6 +73,13 @@ KILLS = {
         (1, "killed by SIGSEGV"),
         (0, "killed by SIGKILL"),
     ],
+    "slurm": [
+        (1, "killed by SIGKILL"),
+        (3, "killed by SIGABRT"),
+        (0, "killed by SIGSEGV"),
+        (2, "is stopped"),
+        (0, "ValueError: boom"),
+    ],
 }
 MIN_STEPS = 30
 SECONDS = 300  # in which a rank is there again, beside other work
@@ -83,6 +91,8 @@ def work(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     work = demo_folder(tmp_path_factory.mktemp("kills"), demo)
     hybrid3d(work, "train", *SETTINGS, "name=steady", "run.steps=100")
     (work / "sitecustomize.py").write_text(HANDLERS)
+    for name in ("launch", "recipes"):
+        (work / name).symlink_to(ROOT / name)
     return work
 
 
@@ -90,14 +100,18 @@ def work(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def launched(work: Path, launcher: str) -> Iterator[subprocess.Popen[str]]:
     """Start a run that is named after its launcher, whose output is in a file."""
     agent, arguments = [], [*SETTINGS, f"name={launcher}", "run.steps=9999"]
+    output = work / f"{launcher}.txt"
     with ExitStack() as stack:
+        stack.enter_context(pytest.MonkeyPatch.context()).setenv("HYBRID3D_HEARTBEAT_SECONDS", "15")
         if launcher == "torchrun":
             agent = ["-m", "torch.distributed.run", "--nproc-per-node", "4", "--rdzv-backend", "c10d"]
             agent += ["--rdzv-endpoint", "127.0.0.1:0"]
         if launcher == "ray":
             arguments += ["--ray", stack.enter_context(ray_cluster(2, 2)).address]
-        stack.enter_context(pytest.MonkeyPatch.context()).setenv("HYBRID3D_HEARTBEAT_SECONDS", "15")
-        yield stack.enter_context(started(work, arguments, agent, work / f"{launcher}.txt"))
+        if launcher == "slurm":
+            yield stack.enter_context(submitted(work, arguments[1:], output))
+        else:
+            yield stack.enter_context(started(work, arguments, agent, output))
 
 
 def told(work: Path, run: Path, rank: int, how: str) -> int:
@@ -111,6 +125,8 @@ def told(work: Path, run: Path, rank: int, how: str) -> int:
 
 @pytest.mark.parametrize("launcher", KILLS)
 def test_run_goes_on_through_each_loss(launcher: str, work: Path) -> None:
+    if launcher == "slurm" and (reason := slurm_cluster.why_not()):
+        pytest.skip(reason)
     run, before = work / "runs" / launcher, set(SHARED_MEMORY.iterdir())
     with launched(work, launcher) as process:
         wait_for_rows(run, 3, process)
