@@ -74,7 +74,7 @@ COMBINATIONS: dict[str, list[str]] = {
     "highest half of entropies": combined("high_entropy_fraction=0.5", "minibatches=2"),
     "truncated answers masked, dual clip": combined("name=dapo", "mask_truncated=true", "dual_clip=3", "minibatches=2"),
     "straight-through k1, clamped": combined(
-        "kl={where: loss, estimator: k1, coef: 0.001, straight_through: true, clamp: 5}", "minibatches=2"
+        "kl={where: loss, estimator: k1+, coef: 0.001, clamp: 5}", "minibatches=2"
     ),
     "k3 weighted by the ratio": combined(
         "kl={where: loss, estimator: k3, coef: 0.001, ratio_weighted: true}", "minibatches=2", "epochs=2"

@@ -112,8 +112,7 @@ def test_defaults(load: Any) -> None:
             "generation": {"ranks": None, "active_ranks": None, "ranks_at_start": None, "max_restarts": 10},
             "reward": {"ranks": None, "tp": 1, "pp": 1, "ep": 1, "max_restarts": 10},
         },
-        "async": {"max_staleness": 0, "partial": None, "keep_cache": False, "batches_in_flight": 2}
-        | {"late_answers": "wait"},
+        "async": {"max_staleness": 0, "partial": None, "batches_in_flight": 2} | {"late_answers": "wait"},
         "sync": {"bucket_mib": 64.0, "verify": "never", "overlap": True, "delta": "auto", "shared_memory": "auto"}
         | {"transport": "collective"},
         "data": {
@@ -162,7 +161,7 @@ def test_defaults(load: Any) -> None:
             | {"sft_coef": 0.0},
             "correction": {"kind": "none", "low": 0.5, "high": 2.0, "normalize": False, "bypass": False},
             "kl": {"where": "none", "estimator": None, "coef": 0.0, "target": None, "horizon": 10_000}
-            | {"reference": None, "endpoint": None, "straight_through": False, "clamp": None, "ratio_weighted": False},
+            | {"reference": None, "endpoint": None, "clamp": None, "ratio_weighted": False},
         },
         "optimizer": {
             "lr": 0.001,
@@ -386,13 +385,16 @@ def test_error_survives_pickling(load: Any) -> None:
             "algorithm.name=gropo",
             f"algorithm.name: expected one of {NAMES}, got 'gropo' (a string), did you mean grpo?",
         ),
-        ("algorithm.kl.estimator=[k3]", "algorithm.kl.estimator: expected one of k1, k2, k3, abs, got ['k3'] (a list)"),
+        (
+            "algorithm.kl.estimator=[k3]",
+            "algorithm.kl.estimator: expected one of k1, k1+, k2, k3, k3+, abs, abs+, got ['k3'] (a list)",
+        ),
         ("algorithm.kl={where: loss}", "algorithm.kl.coef: missing, expected a number, 0 to 1,000"),
         ("algorithm.kl={coef: 1}", "algorithm.kl.where: missing, expected one of reward, loss, none"),
         (
             "algorithm.kl.coeff=0.1",
             "algorithm.kl.coeff: unknown key, did you mean coef?; known keys of algorithm.kl: where, reference, "
-            "endpoint, estimator, straight_through, clamp, ratio_weighted, coef, target, horizon",
+            "endpoint, estimator, clamp, ratio_weighted, coef, target, horizon",
         ),
         (
             "optimiser.lr=1",
@@ -440,8 +442,12 @@ def test_required_keys_of_missing_sections_are_named(load: Any) -> None:
         ),
         (
             "algorithm.kl.estimator=k1",
-            "algorithm.kl.estimator=k1 has no gradient in the loss: set k2 or k3, straight_through: true, "
-            "ratio_weighted: true, or where: reward",
+            "algorithm.kl.estimator=k1 has no gradient in the loss: set k1+, k2 or k3, ratio_weighted: true, or where: "
+            "reward",
+        ),
+        (
+            "algorithm.kl={where: reward, coef: 0.1, estimator: k3+}",
+            "algorithm.kl.estimator=k3+: with algorithm.kl.where=reward the KL has no gradient: set k3",
         ),
         (
             "algorithm.kl={where: loss, coef: 0.1, target: 1, horizon: 51}",
@@ -541,10 +547,10 @@ def test_partial_rollouts_have_a_bound_and_whole_batches_no_say(load: Any) -> No
     ]
     partial = ["async.partial=restart", "async.max_staleness=2", corrected]
     load(DEMO, [*partial, "async.batches_in_flight=3", "async.late_answers=drop"])
-    kept = ["async.partial=continue", "async.keep_cache=true", *partial[1:]]
+    kept = ["async.partial=continue_with_cache", *partial[1:]]
     load(DEMO, [*kept, "rollout.sleep=false"])
     assert problems(load, *kept) == [
-        "async.keep_cache=true: vLLM frees its KV cache while it sleeps: set rollout.sleep=false"
+        "async.partial=continue_with_cache: vLLM frees its KV cache while it sleeps: set rollout.sleep=false"
     ]
     assert problems(load, *partial, "async.batches_in_flight=4") == [
         "async.batches_in_flight=4: more than async.max_staleness + 1 = 3, so that prompts would be too old when they "

@@ -225,11 +225,11 @@ def test_router_replay_is_refused_where_no_experts_can_be_replayed(tmp_path: Pat
     agents, replay = "rollout.agents={port: 9000}", "train.router_replay=rollout"
     assert problems(tmp_path, RL, agents, replay) == []
     partial = ["async.partial=continue", "async.max_staleness=1", "algorithm.correction.kind=truncate"]
-    kept = [*partial, "async.keep_cache=true", "rollout.sleep=false"]
+    kept = [*partial, "async.partial=continue_with_cache", "rollout.sleep=false"]
     assert problems(tmp_path, RL, *partial, replay) == problems(tmp_path, RL, *kept) == []
     assert problems(tmp_path, RL, *kept, replay) == [
         "train.router_replay=rollout: vLLM returns experts only with its prefix cache, which "
-        "async.keep_cache=true turns off: leave async.keep_cache out, or set train.router_replay=old"
+        "async.partial=continue_with_cache turns off: set async.partial=continue, or train.router_replay=old"
     ]
 
 

@@ -141,10 +141,10 @@ def trained(batch: RolloutBatch) -> list[int]:
     return [int(sample.prompt) for sample in batch.samples[::ANSWERS]]
 
 
-@pytest.mark.parametrize("keep_cache", [False, True])
-def test_stop_that_an_interruption_cuts_in_two_ends_an_answer(alone: dist.ProcessGroup, keep_cache: bool) -> None:
+@pytest.mark.parametrize("partial", ["continue", "continue_with_cache"])
+def test_stop_that_an_interruption_cuts_in_two_ends_an_answer(alone: dist.ProcessGroup, partial: str) -> None:
     """Step 0 writes the letter d, step 1 the letter e: the answers to prompt 0 end with the first `de`."""
-    more = ["rollout.stop=[de]", f"async.keep_cache={keep_cache}".lower(), "rollout.sleep=false"]
+    more = ["rollout.stop=[de]", f"async.partial={partial}", "rollout.sleep=false"]
     batches, engine = run(recipe_of(*more), lambda prompt, answer: 5 if prompt else 12, 3, alone)
     assert [trained(batch) for batch in batches[:2]] == [[1, 2, 3, 4], [0, 5, 6, 7]]
     for one in batches[1].samples[:ANSWERS]:
@@ -186,7 +186,7 @@ def test_late_prompts_are_dropped_where_the_recipe_says_so(alone: dist.ProcessGr
 
 
 def test_answers_that_keep_their_cache_are_not_asked_for_again(alone: dist.ProcessGroup) -> None:
-    recipe = recipe_of("async.keep_cache=true", "rollout.sleep=false")
+    recipe = recipe_of("async.partial=continue_with_cache", "rollout.sleep=false")
     batches, engine = run(recipe, lambda prompt, answer: 5 if prompt else 12, 3, alone)
     assert [trained(batch) for batch in batches] == [[1, 2, 3, 4], [5, 6, 7, 8], [0, 9, 10, 11]]
     long = batches[2].samples[0]
@@ -198,7 +198,12 @@ def test_answers_that_keep_their_cache_are_not_asked_for_again(alone: dist.Proce
 
 
 def test_late_answers_that_keep_their_cache_are_cancelled(alone: dist.ProcessGroup) -> None:
-    more = ("async.max_staleness=1", "async.late_answers=drop", "async.keep_cache=true", "rollout.sleep=false")
+    more = (
+        "async.max_staleness=1",
+        "async.late_answers=drop",
+        "async.partial=continue_with_cache",
+        "rollout.sleep=false",
+    )
     batches, engine = run(recipe_of(*more), lambda prompt, answer: 40 if prompt == 1 and answer else 5, 4, alone)
     assert [trained(batch) for batch in batches] == [[0, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]]
     assert [batch.dropped_tokens for batch in batches] == [0, 5 + 10, 0, 0]

@@ -95,7 +95,7 @@ def main(folder: str, out: Path) -> None:
         rollout=Rollout(tp=2, max_model_len=128, max_new_tokens=64, kv_cache_gib=1 / 16),
         data=Data(train="-", eval="-"),
         algorithm=Algorithm(name="grpo", prompts_per_step=4, samples_per_prompt=2),
-        async_=Async(max_staleness=1, partial="continue", keep_cache=True),
+        async_=Async(max_staleness=1, partial="continue_with_cache"),
         optimizer=Optimizer(lr=1e-3),
         run=Run(steps=1),
     )

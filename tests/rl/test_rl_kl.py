@@ -113,7 +113,7 @@ def test_k3_is_bounded_as_in_verl_unless_recipe_says_otherwise() -> None:
         assert (found == 10).sum() == 3
         torch.testing.assert_close(*(torch.autograd.grad(of.sum(), logprobs)[0] for of in (found, wanted)))
     assert Kl(where="loss", coef=0.1, clamp=3.0).effective_clamp == 3.0
-    others = [Kl(where="reward"), Kl(where="loss", estimator="k2"), Kl(where="loss", straight_through=True)]
+    others = [Kl(where="reward"), Kl(where="loss", estimator="k2"), Kl(where="loss", estimator="k3+")]
     assert [kl.effective_clamp for kl in others] == [None] * 3
 
 

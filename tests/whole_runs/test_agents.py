@@ -144,10 +144,10 @@ def test_agents_make_answers_ahead_on_ranks_of_their_own(demo: Path, tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("partial", ["continue", "continue,keep_cache", "restart"])
+@pytest.mark.parametrize("partial", ["continue", "continue_with_cache", "restart"])
 def test_steps_do_not_wait_for_their_longest_sessions(demo: Path, tmp_path: Path, partial: str) -> None:
     """Whatever is trained was given to an agent, token by token; restarted sessions end for their agents."""
-    work, (kind, *kept) = prepare_chats(tmp_path, demo), partial.split(",")
+    work = prepare_chats(tmp_path, demo)
     train(
         work,
         f"agent_chats.py {work}/calls {TURNS}",
@@ -155,14 +155,14 @@ def test_steps_do_not_wait_for_their_longest_sessions(demo: Path, tmp_path: Path
         f"run.steps={STEPS}",
         "run.record=always",
         "run.eval_every=2",
-        f"async.partial={kind}",
+        f"async.partial={partial}",
         "async.max_staleness=2",
         "algorithm.correction.kind=truncate",
         "algorithm.prompts_per_step=8",
         "algorithm.samples_per_prompt=4",
         "train.max_tokens_per_micro_batch=2048",
         "sync.verify=always",
-        *(["async.keep_cache=true", "rollout.sleep=false"] if kept else []),
+        *(["rollout.sleep=false"] if partial == "continue_with_cache" else []),
     )
     told, ended = Counter[str](), 0
     for path in (work / "calls").iterdir():
@@ -180,7 +180,7 @@ def test_steps_do_not_wait_for_their_longest_sessions(demo: Path, tmp_path: Path
     assert all(row["sync/received_bytes"] == row["sync/lower_bound_bytes"] for row in rows)
     assert all(row["reward/failures"] == 0 for row in rows)
     assert min(row["rollout/unfinished_prompts"] for row in rows[:-1]) > 0
-    if kind == "restart":
+    if partial == "restart":
         assert sum(row["rollout/dropped_tokens"] for row in rows) > 0
         assert (max(versions), ended > 0) == (1, True)
     else:

@@ -117,6 +117,6 @@ def test_partial_rollouts_on_ranks_of_their_own(work: Path) -> None:
 @pytest.mark.slow
 def test_answers_that_keep_their_cache(work: Path) -> None:
     """Over syncs that find requests paused, and over an evaluation, which ends them."""
-    train(work, "name=kept", "run.eval_every=2", "async.keep_cache=true", "rollout.sleep=false")
+    train(work, "name=kept", "run.eval_every=2", "async.partial=continue_with_cache", "rollout.sleep=false")
     check(work / "runs/kept")
     assert max(row["rollout/continued_fraction"] for row in read_rows(work / "runs/kept")) > 0

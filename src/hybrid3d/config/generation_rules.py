@@ -45,16 +45,16 @@ def check_async(recipe: Recipe) -> Iterator[Refusal]:
 
 def _check_partial(recipe: Recipe, ahead: Async, rollout: Rollout) -> Iterator[Refusal]:
     """Yield what partial rollouts cannot do."""
-    if ahead.keep_cache and rollout.sleep and not recipe.is_split:
+    if ahead.keeps_cache and rollout.sleep and not recipe.is_split:
         yield not_built(  # weights can be kept in a vLLM that sleeps, and a cache could
-            "async.keep_cache rollout.sleep",
-            "async.keep_cache=true: vLLM frees its KV cache while it sleeps: set rollout.sleep=false",
+            "async.partial rollout.sleep",
+            f"async.partial={ahead.partial}: vLLM frees its KV cache while it sleeps: set rollout.sleep=false",
         )
-    if ahead.keep_cache and rollout.dp > 1:
+    if ahead.keeps_cache and rollout.dp > 1:
         yield not_built(
-            "async.keep_cache rollout.dp",
-            f"async.keep_cache=true: with rollout.dp={rollout.dp} engines that share experts must end their requests "
-            "together before a sync: leave it out",
+            "async.partial rollout.dp",
+            f"async.partial={ahead.partial}: with rollout.dp={rollout.dp} engines that share experts must end their "
+            "requests together before a sync: set async.partial=continue",
         )
     if ahead.batches_in_flight > ahead.max_staleness + 1:
         yield arithmetic(
@@ -137,10 +137,10 @@ def check_router_replay(recipe: Recipe) -> Iterator[Refusal]:
     replay, rollout = recipe.train.router_replay, recipe.rollout
     if replay != "rollout" or rollout is None:
         return
-    if recipe.async_.keep_cache:
+    if recipe.async_.keeps_cache:
         yield by_engine(
             VLLM,
-            "train.router_replay async.keep_cache",
+            "train.router_replay async.partial",
             f"train.router_replay={replay}: vLLM returns experts only with its prefix cache, which "
-            "async.keep_cache=true turns off: leave async.keep_cache out, or set train.router_replay=old",
+            f"async.partial={recipe.async_.partial} turns off: set async.partial=continue, or train.router_replay=old",
         )

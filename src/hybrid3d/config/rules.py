@@ -212,18 +212,23 @@ def _check_kl(recipe: Recipe) -> Iterator[Refusal]:
             "algorithm.kl.coef algorithm.kl.where",
             f"algorithm.kl.coef={kl.coef} has no effect with algorithm.kl.where=none: set where: loss, or coef: 0",
         )
-    if kl.where == "loss" and kl.estimator == "k1" and not (kl.straight_through or kl.ratio_weighted):
+    if kl.where == "loss" and kl.estimator == "k1" and not kl.ratio_weighted:
         yield arithmetic(
             "algorithm.kl.estimator algorithm.kl.where",
-            "algorithm.kl.estimator=k1 has no gradient in the loss: set k2 or k3, straight_through: true, "
-            "ratio_weighted: true, or where: reward",
+            "algorithm.kl.estimator=k1 has no gradient in the loss: set k1+, k2 or k3, ratio_weighted: true, or where: "
+            "reward",
         )
-    if kl.ratio_weighted and (kl.straight_through or kl.effective_estimator not in ("k1", "k3")):
+    if kl.where == "reward" and kl.effective_estimator.endswith("+"):
+        yield definition(
+            "algorithm.kl.estimator algorithm.kl.where",
+            f"algorithm.kl.estimator={kl.estimator}: with algorithm.kl.where=reward the KL has no gradient: set "
+            f"{kl.effective_estimator.removesuffix('+')}",
+        )
+    if kl.ratio_weighted and kl.effective_estimator not in ("k1", "k3"):
         yield arithmetic(
-            "algorithm.kl.ratio_weighted algorithm.kl.estimator algorithm.kl.straight_through",
-            f"algorithm.kl.ratio_weighted=true: its gradient is that of the KL with estimator k1 or k3 and "
-            f"straight_through: false only, not with {kl.effective_estimator} and "
-            f"straight_through: {str(kl.straight_through).lower()}",
+            "algorithm.kl.ratio_weighted algorithm.kl.estimator",
+            "algorithm.kl.ratio_weighted=true: its gradient is that of the KL with algorithm.kl.estimator=k1 or k3 "
+            f"only, not with {kl.effective_estimator}",
         )
     if kl.target is not None and answers >= 5 * kl.horizon:  # a step's smallest factor, 1 - 0.2 answers / horizon, <= 0
         yield arithmetic(

@@ -213,7 +213,7 @@ class Prompts(Generic[T]):
 
     def end(self, ended: Mapping[int, Completion], parts: Mapping[int, Completion], gives: bool) -> News:
         """Take what the engine has generated when it was stopped; choose the answers to give back, if any shall be."""
-        cancelled = [*self._continuation.interrupt(ended, parts, self._settings.keep_cache)]
+        cancelled = [*self._continuation.interrupt(ended, parts, self._settings.keeps_cache)]
         if gives:
             self._taken, late = self._take()
             cancelled += self._drop(late)
@@ -332,11 +332,11 @@ class Scheduler(Generic[T]):
             if ended or not self._running or at_each_token:
                 news = self._do(None if lead is None else lead.follow(ended, not self._running), version)
         ended, parts = dict[int, Completion](), dict[int, Completion]()
-        if self._settings.keep_cache:
+        if self._settings.keeps_cache:
             ended, parts = self._engine.pause()
         elif not at_ends_alone:
             parts = self._engine.interrupt()
-        self._running = set(parts) if self._settings.keep_cache else set()
+        self._running = set(parts) if self._settings.keeps_cache else set()
         self._do(None if lead is None else lead.end(ended, parts, gives), version)
         return None if lead is None else lead.answers()
 

@@ -43,24 +43,24 @@ def token_kl(
     ref_logprobs: Tensor,
     mask: Tensor,
     clamp: float | None = None,
-    straight_through: bool = False,
 ) -> Tensor:
     """Estimate the KL at each token, [B, T]; zero where `mask` is zero. Only k3 is bounded without `clamp`.
 
     Args:
+        estimator: one of `ESTIMATORS`; with a `+` after its name, as in verl, its gradient is that of k2.
         logprobs, ref_logprobs: [B, T], of the policy and of the reference; gradients flow into both.
         clamp: bound on the absolute value of an estimate, which has no gradient beyond.
-        straight_through: whether the gradient is that of k2, whatever the estimator.
 
     Raises:
         ValueError: `estimator` is unknown.
     """
-    if estimator not in ESTIMATORS:
+    name, is_straight_through = estimator.removesuffix("+"), estimator.endswith("+")
+    if name not in ESTIMATORS:
         raise ValueError(f"unknown KL estimator {estimator!r}; known: {', '.join(ESTIMATORS)}")
     # The mask is applied before the estimator: padding may overflow in exp, and 0 * inf is NaN in the gradient.
     log_ratio = torch.where(mask.bool(), ref_logprobs - logprobs, 0.0)
-    estimate = ESTIMATORS[estimator](log_ratio)
-    if straight_through:
+    estimate = ESTIMATORS[name](log_ratio)
+    if is_straight_through:
         gradient = ESTIMATORS["k2"](log_ratio)
         estimate = estimate.detach() + gradient - gradient.detach()
     if clamp is not None:  # not by `clamp` alone, whose gradient is zero at NaN

@@ -37,7 +37,6 @@ class KlSettings:
     coef: float
     estimator: str = "k3"
     clamp: float | None = None
-    straight_through: bool = False
     ratio_weighted: bool = False
 
 
@@ -83,14 +82,7 @@ class PolicyObjective:
         if self.weights is not None:
             losses = losses * self.weights[rows]
         if self.ref_logprobs is not None and self.kl is not None:
-            kl = token_kl(
-                self.kl.estimator,
-                scored.logprobs,
-                self.ref_logprobs[rows],
-                mask,
-                self.kl.clamp,
-                self.kl.straight_through,
-            )
+            kl = token_kl(self.kl.estimator, scored.logprobs, self.ref_logprobs[rows], mask, self.kl.clamp)
             losses = losses + self.kl.coef * (kl * ratio if self.kl.ratio_weighted else kl)
             sums["kl"] = kl.detach().sum()
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.entropy_coef > 0):

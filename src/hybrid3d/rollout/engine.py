@@ -151,7 +151,7 @@ class RolloutEngine:
         self._submitted: dict[int, list[Completion]] = {}  # what each request has generated so far
         # Parts of requests cost Python for each token: vLLM is asked for them only where answers may be interrupted
         self._output_kind = RequestOutputKind.DELTA if recipe.async_.partial else RequestOutputKind.FINAL_ONLY
-        self._caches_prefixes = not recipe.async_.keep_cache  # a new answer must not use what older weights computed
+        self._caches_prefixes = not recipe.async_.keeps_cache  # a new answer must not use what older weights computed
         self._asleep: set[EngineMemory] = set()
         self._sleeps = (  # where ranks also train; sleep mode frees GPU memory only
             rollout.sleep and not recipe.is_split and not current_platform.is_cpu()

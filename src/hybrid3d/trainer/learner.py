@@ -204,7 +204,7 @@ def _loss_settings(recipe: Recipe) -> LossSettings:
 
 def _kl_settings(recipe: Recipe, coef: float) -> KlSettings:
     kl = recipe.algorithm.kl
-    return KlSettings(coef, kl.effective_estimator, kl.effective_clamp, kl.straight_through, kl.ratio_weighted)
+    return KlSettings(coef, kl.effective_estimator, kl.effective_clamp, kl.ratio_weighted)
 
 
 def _minibatch(experience: Experience, number: int, minibatches: int) -> slice:

@@ -71,11 +71,10 @@ class Kl:
         reference: Checkpoint of the reference, such as a teacher (`docs/algorithms.md`); `null`: the policy's.
         endpoint: Address of a server that computes the reference instead, such as `http://teacher:8000/v1` of
             `hybrid3d serve` or vLLM (`docs/algorithms.md`).
-        estimator: KL estimator; `null`: `k1` in the reward and `k3` in the loss.
-        straight_through: In the loss, give the estimator the gradient of `k2`, which is that of the KL (as verl's
-            `k3+`).
+        estimator: KL estimator; `null`: `k1` in the reward and `k3` in the loss. In the loss, one with `+` has the
+            gradient of `k2`, which is that of the KL.
         clamp: Bound on the absolute value of a token's estimate, beyond which it has no gradient; `null`: 10 for `k3`,
-            as in verl, unless `straight_through` gives it another gradient, and none for the others.
+            as in verl, and none for the others.
         ratio_weighted: In the loss, multiply `k1` or `k3` by the token's probability ratio, which makes its gradient
             unbiased, also when several updates use the same samples (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
         coef: Coefficient of the KL. Required unless `where` is `none`.
@@ -88,8 +87,7 @@ class Kl:
     where: Literal["reward", "loss", "none"] = field(metadata={ONLY_IF: (KL_IS_SAMPLED,)})
     reference: FilePath | None = only_if(None, *HAS_REFERENCE)
     endpoint: Url | None = only_if(None, *HAS_REFERENCE)
-    estimator: Literal["k1", "k2", "k3", "abs"] | None = only_if(None, MEASURED)
-    straight_through: bool = only_if(False, MEASURED, HAS_GRADIENT)
+    estimator: Literal["k1", "k1+", "k2", "k3", "k3+", "abs", "abs+"] | None = only_if(None, MEASURED)
     clamp: Positive | None = only_if(None, MEASURED)
     ratio_weighted: bool = only_if(False, MEASURED, HAS_GRADIENT)
     coef: Coefficient = field(default=0.0, metadata={REQUIRED_UNLESS: ("where", "none")})
@@ -104,8 +102,7 @@ class Kl:
     @property
     def effective_clamp(self) -> float | None:
         """Return the bound in use: `clamp`, or the default of the estimator, of which only `k3` grows exponentially."""
-        unbounded = self.effective_estimator != "k3" or self.straight_through
-        return self.clamp if self.clamp is not None or unbounded else K3_CLAMP
+        return K3_CLAMP if self.clamp is None and self.effective_estimator == "k3" else self.clamp
 
 
 CORRECTS = of_own(

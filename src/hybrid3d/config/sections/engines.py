@@ -260,9 +260,6 @@ class RoleRanks:
 
 
 GENERATES = of_sampling("does not generate")
-CONTINUES = of_own(
-    lambda ahead: ahead.partial == "continue", "without async.partial=continue no answer goes on over a sync"
-)
 IN_PARTS = of_own(lambda ahead: ahead.partial is not None, "without async.partial a step waits for all of its answers")
 
 
@@ -274,9 +271,9 @@ class Async:
         max_staleness: By how many steps the weights that generated a token may be older than those that are trained
             with it; with 0, each of both waits for the other.
         partial: A step trains the first answers that are complete. With `continue`, the others keep their tokens and go
-            on with the next weights; with `restart`, they begin again. `null`: a step waits for all of its answers.
-        keep_cache: With `partial: continue`, whether answers go on with the KV cache that older weights have computed;
-            otherwise it is computed again.
+            on with the next weights, which compute their KV cache again; with `continue_with_cache`, they keep the
+            cache that older weights have computed, too; with `restart`, they begin again. `null`: a step waits for all
+            of its answers.
         batches_in_flight: With `partial`, how many batches of `algorithm.prompts_per_step` prompts are answered at a
             time.
         late_answers: With `partial`, what is done with answers that would exceed `max_staleness` in the next step: the
@@ -284,10 +281,14 @@ class Async:
     """
 
     max_staleness: Staleness = only_if(0, GENERATES)
-    partial: Literal["continue", "restart"] | None = only_if(None, GENERATES)
-    keep_cache: bool = only_if(False, CONTINUES)
+    partial: Literal["continue", "continue_with_cache", "restart"] | None = only_if(None, GENERATES)
     batches_in_flight: BatchesInFlight = only_if(2, IN_PARTS)
     late_answers: Literal["wait", "drop"] = only_if("wait", IN_PARTS)
+
+    @property
+    def keeps_cache(self) -> bool:
+        """Return whether answers go on with the KV cache that older weights have computed."""
+        return self.partial == "continue_with_cache"
 
 
 SYNCS = of_answers("never syncs")
