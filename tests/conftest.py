@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import runpy
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from pyarrow import parquet
 
 from checkpoints import MORE, make_checkpoint
-from commands import HELD_OUT
+from commands import HELD_OUT, PROBLEMS
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGINES = ("megatron.core", "vllm")
@@ -49,6 +50,18 @@ def pytest_configure() -> None:
     for number in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
+    gc.disable()  # nothing of what is imported now would be freed
+
+
+def pytest_collection_finish() -> None:
+    """Let collections visit what the tests make, and no module."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    """Let no collection visit what ends with this process."""
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their markers
@@ -103,12 +116,14 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo task as `make demo` makes it: `base/` (Qwen2 and its tokenizer) and parquet files.
 
-    Of the 256 held-out problems it has `HELD_OUT`, which most runs answer twice.
+    Of the 4,096 problems, which each rank reads, it has `PROBLEMS`, and of the 256 held-out ones, which most runs
+    answer twice, `HELD_OUT`.
     """
     folder, script = tmp_path_factory.mktemp("demo"), ROOT / "examples" / "make_demo.py"
     with patch.object(sys, "argv", [str(script), str(folder)]), redirect_stdout(StringIO()):
         runpy.run_path(str(script), run_name="__main__")  # in this process, which has to import the same anyway
-    parquet.write_table(parquet.read_table(folder / "eval.parquet").slice(0, HELD_OUT), folder / "eval.parquet")
+    for name, rows in (("train", PROBLEMS), ("eval", HELD_OUT)):
+        parquet.write_table(parquet.read_table(folder / f"{name}.parquet").slice(0, rows), folder / f"{name}.parquet")
     return folder
 
 

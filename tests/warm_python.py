@@ -1,11 +1,10 @@
-"""The servers of warm processes of a test session: started with the first process, ended with the session."""
+"""The servers of warm processes of a test session: started with the first process, ended with the last that tests."""
 
 from __future__ import annotations
 
-import atexit
+import fcntl
 import functools
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 HASH_SEEDS = ("1", "2")  # a server each, so that ranks disagree where something depends on the order of a set
+SERVERS: list[subprocess.Popen[bytes]] = []
 
 
 @functools.cache
@@ -25,24 +25,40 @@ def executable() -> str:
     """
     if torch.cuda.is_available():
         return sys.executable
-    folder = Path(tempfile.mkdtemp(prefix="warm-"))
-    program = folder / "python"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S {HERE / "warm_client.py"} {program} {folder} "$@"\n')
-    program.chmod(0o755)
+    folder = _folder()
+    program, alive = folder / "python", folder / "alive"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        first = not alive.exists()
+        if first:
+            os.mkfifo(alive)
+        # Open for as long as this process is there. When no process has it open the servers, which read it, end
+        os.open(alive, os.O_RDWR)
+        if first:
+            program.write_text(
+                f'#!/bin/sh\nexec {sys.executable} -I -S {HERE / "warm_client.py"} {program} {folder} "$@"\n'
+            )
+            program.chmod(0o755)
+            _start(folder, alive)
+    return str(program)
+
+
+def _folder() -> Path:
+    """Return the folder of the servers, which the processes of one session of pytest-xdist share."""
+    session = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if session is None:
+        return Path(tempfile.mkdtemp(prefix="warm-"))
+    folder = Path(f"/tmp/warm-{session}")  # sockets have short paths
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def _start(folder: Path, alive: Path) -> None:
     shared = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    servers = []
     for seed in HASH_SEEDS:
         path = folder / seed
         environment = os.environ | shared | {"PYTHONPATH": str(HERE.parent / "src"), "PYTHONHASHSEED": seed}
         command = [sys.executable, str(HERE / "warm_server.py"), str(path)]
-        with (folder / f"{seed}.log").open("wb") as log:
-            servers.append(subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log))
+        with (folder / f"{seed}.log").open("wb") as log, alive.open("rb", buffering=0) as standard_input:
+            SERVERS.append(subprocess.Popen(command, env=environment, stdin=standard_input, stdout=log, stderr=log))
         path.with_suffix(".server").touch()
-    atexit.register(_stop, servers, folder)
-    return str(program)
-
-
-def _stop(servers: list[subprocess.Popen[bytes]], folder: Path) -> None:
-    for server in servers:
-        server.communicate()  # closes its standard input
-    shutil.rmtree(folder)

@@ -16,6 +16,7 @@ import json
 import os
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -36,6 +37,7 @@ PRELOADED = (
     "hybrid3d.trainer.rl",
     "hybrid3d.trainer.data_loops",
     "matplotlib.pyplot",
+    "vllm.model_executor.layers.quantization.online.base",
     "vllm.v1.core.sched.scheduler",
     "vllm.v1.worker.cpu_worker",
 )
@@ -44,12 +46,35 @@ MAX_MESSAGE = 1 << 20
 
 def main(path: str) -> None:
     """Serve until standard input is closed; in a forked process, run what its client asked for."""
+    gc.disable()
     for name in PRELOADED:
         importlib.import_module(name)
-    gc.freeze()  # so that collections in the forked processes do not copy the memory of all objects
+    _register_kernels()
+    _check_engines()
+    gc.enable()
+    # In the forked processes no collection visits these objects, also not when an engine has ended, which unfreezes all
+    gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None
     job = serve(path)
     if job is not None:
         run(job)
+    else:
+        shutil.rmtree(os.path.dirname(path), ignore_errors=True)
+
+
+def _register_kernels() -> None:
+    """Do once what vLLM does at the start of each engine: a search of all modules, which takes a second."""
+    platform: Any = importlib.import_module("vllm.platforms").current_platform
+    platform.register_triton_kernel_overrides()
+    type(platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+
+
+def _check_engines() -> None:
+    """Compare the engines' sources with what hybrid3d uses, as each command does, which takes two seconds, once."""
+    from hybrid3d.cli import touch_points
+
+    found = touch_points.check_installed()
+    touch_points.check_installed = lambda: found
 
 
 def serve(path: str) -> dict[str, Any] | None:

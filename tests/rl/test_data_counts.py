@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
+from commands import PROBLEMS
 from hybrid3d.cli import main
 from hybrid3d.rl.data import DataError, PromptData
 from hybrid3d.run.display import Display
@@ -138,5 +139,5 @@ def test_run_that_leaves_out_most_rows_ends_before_ranks_start(
     monkeypatch.chdir(tmp_path)
     assert main(["train", str(recipe), *settings]) == 2
     said = capsys.readouterr().err
-    assert f"{path}: 4096 of 4097 rows would be left out" in said
+    assert f"{path}: {PROBLEMS} of {PROBLEMS + 1} rows would be left out" in said
     assert not (tmp_path / "runs").exists()
