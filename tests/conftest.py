@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import re
 import runpy
@@ -26,53 +27,65 @@ from commands import HELD_OUT, PROBLEMS
 ROOT = Path(__file__).resolve().parent.parent
 ENGINES = ("megatron.core", "vllm")
 collect_ignore = ["gpu"]  # the checks of `make gpu-check`, each a process of its own
-# The files that take longest, first, so that none of them is left for the end when two files run at a time
-LONGEST = (
-    *(
-        "train",
-        "sync",
-        "megatron",
-        "lost_rank",
-        "train_ppo",
-        "split_run",
-        "recipes",
-        "partial_run",
-        "grid",
-        "delta_sync",
-        "failure",
-    ),
-    "bench",
-)
+SECONDS = Path(__file__).with_name("seconds.json")  # of each file, as they were measured last
+TOLD = 5.0  # files that take fewer seconds are left out
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-seconds", action="store_true", help=f"write how long each file takes to {SECONDS.name}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Let no test be started to ignore signals, as it is by nohup and in the background of a script."""
+    if config.option.record_seconds and "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(Seconds())
     for number in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
-    gc.disable()  # nothing of what is imported now would be freed
 
 
-def pytest_collection_finish() -> None:
-    """Let collections visit what the tests make, and no module."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Iterator[None]:
+    """Let garbage collections visit what the tests make, but neither modules nor, at the end, anything."""
+    gc.disable()
+    collected = yield
     gc.freeze()
     gc.enable()
+    return collected
 
 
 def pytest_sessionfinish() -> None:
-    """Let no collection visit what ends with this process."""
     gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort the files that take longest to the front, and mark tests of the families in `MORE` as slow."""
+    """Sort the files that take longest to the front, so that none of them is left alone for the end.
+
+    Tests of the families in `MORE` are marked as slow.
+    """
     for item in items:
         family = getattr(item, "callspec", None) and item.callspec.params.get("family")
         if family in MORE and item.get_closest_marker("engines") and item.path.stem not in MORE[family]:
             item.add_marker(pytest.mark.slow)
-    place = {f"test_{name}.py": i for i, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path.name, len(LONGEST)))
+    seconds = json.loads(SECONDS.read_text())
+    items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0.0))
+
+
+class Seconds:
+    """Counts how long the tests of each file take, and writes it at the end."""
+
+    def __init__(self) -> None:
+        self._of_file: dict[str, float] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        file = report.nodeid.partition("::")[0]
+        self._of_file[file] = self._of_file.get(file, 0.0) + report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        longest = sorted(self._of_file.items(), key=lambda one: -one[1])
+        told = {file: round(seconds) for file, seconds in longest if seconds >= TOLD}
+        SECONDS.write_text(json.dumps(told, indent=2) + "\n")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

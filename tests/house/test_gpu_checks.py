@@ -174,6 +174,7 @@ def test_page_names_only_what_exists() -> None:
     }
 
 
+OF_MEGATRON = ("executors", "local_copies", "first_checkpoint", "overlap")
 NEEDS_A_GPU = {
     *("out_of_memory", "sleep_graph", "wake_out_of_memory", "planned_memory", "apex", "transformer_engine"),
     "train_fp8",
@@ -194,9 +195,16 @@ def test_gpu_checks_that_can_pass_on_a_cpu_pass(tmp_path: Path) -> None:
 
 @pytest.mark.engines
 @pytest.mark.processes
-@pytest.mark.parametrize("absent", [("vllm",), ("vllm", "megatron")], ids=" and ".join)
+@pytest.mark.parametrize(
+    ("absent", "of_megatron"),
+    [
+        pytest.param(("vllm",), ("executors", "overlap"), id="vllm"),
+        pytest.param(("vllm",), ("local_copies", "first_checkpoint"), id="vllm, more checks", marks=pytest.mark.slow),
+        pytest.param(("vllm", "megatron"), OF_MEGATRON, id="vllm and megatron"),
+    ],
+)
 def test_gpu_checks_without_engines_run_or_name_what_they_need(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, absent: tuple[str, ...]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, absent: tuple[str, ...], of_megatron: tuple[str, ...]
 ) -> None:
     """As where only torch is installed, or torch and Megatron: some of our dependencies cannot be imported either."""
     hidden = (*absent, "pyarrow", "matplotlib", "ray", "psutil", "xdist")
@@ -210,7 +218,6 @@ def test_gpu_checks_without_engines_run_or_name_what_they_need(
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    of_megatron = ["executors", "local_copies", "first_checkpoint", "overlap"]
     names = ["versions", *of_megatron, "out_of_memory", "bench", "live_dense"]
     _, found, report = ended(start(str(GPU), *(word for name in names for word in ("--only", name)), folder=tmp_path))
     needs = dict.fromkeys(of_megatron, ("skipped", "needs megatron-core") if "megatron" in absent else ("passed", None))

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -138,6 +139,13 @@ def forbidden(source: str, path: PurePosixPath) -> list[str]:
 
 def relative(file: Path) -> PurePosixPath:
     return PurePosixPath(file.relative_to(PACKAGE).as_posix())
+
+
+def test_recorded_seconds_are_of_files_that_exist() -> None:
+    """By which `conftest.py` sorts them: `PYTEST_ADDOPTS=--record-seconds make test` records them again."""
+    recorded = json.loads((ROOT / "tests" / "seconds.json").read_text())
+    assert [file for file in recorded if not (ROOT / file).exists()] == []
+    assert list(recorded.values()) == sorted(recorded.values(), reverse=True)
 
 
 def test_imports_run_one_way() -> None:
