@@ -27,12 +27,12 @@ from commands import HELD_OUT, PROBLEMS
 ROOT = Path(__file__).resolve().parent.parent
 ENGINES = ("megatron.core", "vllm")
 collect_ignore = ["gpu"]  # the checks of `make gpu-check`, each a process of its own
-SECONDS = Path(__file__).with_name("seconds.json")  # of each file, as they were measured last
-TOLD = 5.0  # files that take fewer seconds are left out
+RECORDED = Path(__file__).with_name("seconds.json")  # how long each file took when it was measured last
+MIN_SECONDS = 5.0  # files that take fewer are left out
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--record-seconds", action="store_true", help=f"write how long each file takes to {SECONDS.name}")
+    parser.addoption("--record-seconds", action="store_true", help=f"write how long each file takes to {RECORDED.name}")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -46,15 +46,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection() -> Iterator[None]:
-    """Let garbage collections visit what the tests make, but neither modules nor, at the end, anything."""
+    """Let garbage collections visit what the tests make, and no module."""
     gc.disable()
-    collected = yield
-    gc.freeze()
-    gc.enable()
-    return collected
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_sessionfinish() -> None:
+    """Let no garbage collection visit what ends with this process."""
     gc.freeze()
 
 
@@ -68,12 +70,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         family = getattr(item, "callspec", None) and item.callspec.params.get("family")
         if family in MORE and item.get_closest_marker("engines") and item.path.stem not in MORE[family]:
             item.add_marker(pytest.mark.slow)
-    seconds = json.loads(SECONDS.read_text())
+    seconds = json.loads(RECORDED.read_text())
     items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0.0))
 
 
 class Seconds:
-    """Counts how long the tests of each file take, and writes it at the end."""
+    """Counts how long the tests of each file take, and writes it at the end; other files keep what was recorded."""
 
     def __init__(self) -> None:
         self._of_file: dict[str, float] = {}
@@ -83,9 +85,12 @@ class Seconds:
         self._of_file[file] = self._of_file.get(file, 0.0) + report.duration
 
     def pytest_sessionfinish(self) -> None:
-        longest = sorted(self._of_file.items(), key=lambda one: -one[1])
-        told = {file: round(seconds) for file, seconds in longest if seconds >= TOLD}
-        SECONDS.write_text(json.dumps(told, indent=2) + "\n")
+        recorded = {
+            file: seconds for file, seconds in json.loads(RECORDED.read_text()).items() if (ROOT / file).exists()
+        }
+        longest = sorted({**recorded, **self._of_file}.items(), key=lambda one: -one[1])
+        told = {file: round(seconds) for file, seconds in longest if seconds >= MIN_SECONDS}
+        RECORDED.write_text(json.dumps(told, indent=2) + "\n")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -1,4 +1,7 @@
-"""The servers of warm processes of a test session: started with the first process, ended with the last that tests."""
+"""The servers of warm processes of a test session.
+
+The first process that needs them starts them, and they end with the last one that has asked for them.
+"""
 
 from __future__ import annotations
 
@@ -60,5 +63,7 @@ def _start(folder: Path, alive: Path) -> None:
         environment = os.environ | shared | {"PYTHONPATH": str(HERE.parent / "src"), "PYTHONHASHSEED": seed}
         command = [sys.executable, str(HERE / "warm_server.py"), str(path)]
         with (folder / f"{seed}.log").open("wb") as log, alive.open("rb", buffering=0) as standard_input:
-            SERVERS.append(subprocess.Popen(command, env=environment, stdin=standard_input, stdout=log, stderr=log))
+            streams = {"stdin": standard_input, "stdout": log, "stderr": log}
+            # Not ended by Ctrl-C, but when no process has `alive` open any more
+            SERVERS.append(subprocess.Popen(command, env=environment, start_new_session=True, **streams))
         path.with_suffix(".server").touch()

@@ -8,6 +8,7 @@ with its exit code. A `sitecustomize` in its PYTHONPATH runs first, but cannot r
 from __future__ import annotations
 
 import array
+import fcntl
 import gc
 import importlib
 import importlib.machinery
@@ -20,6 +21,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 from contextlib import suppress
 from typing import Any
 
@@ -46,6 +48,19 @@ MAX_MESSAGE = 1 << 20
 
 def main(path: str) -> None:
     """Serve until standard input is closed; in a forked process, run what its client asked for."""
+    job = None
+    try:
+        prepare()
+        job = serve(path)
+    finally:
+        if job is None:
+            _remove(os.path.dirname(path))
+    if job is not None:
+        run(job)
+
+
+def prepare() -> None:
+    """Import what processes need, and do what each of them would do alike."""
     gc.disable()
     for name in PRELOADED:
         importlib.import_module(name)
@@ -55,11 +70,6 @@ def main(path: str) -> None:
     # In the forked processes no collection visits these objects, also not when an engine has ended, which unfreezes all
     gc.freeze()
     gc.freeze = gc.unfreeze = lambda: None
-    job = serve(path)
-    if job is not None:
-        run(job)
-    else:
-        shutil.rmtree(os.path.dirname(path), ignore_errors=True)
 
 
 def _register_kernels() -> None:
@@ -72,9 +82,19 @@ def _register_kernels() -> None:
 def _check_engines() -> None:
     """Compare the engines' sources with what hybrid3d uses, as each command does, which takes two seconds, once."""
     from hybrid3d.cli import touch_points
+    from hybrid3d.errors import UserMistake
 
-    found = touch_points.check_installed()
-    touch_points.check_installed = lambda: found
+    with suppress(UserMistake):  # which each command is to tell
+        found = touch_points.check_installed()
+        touch_points.check_installed = lambda: found
+
+
+def _remove(folder: str) -> None:
+    """Remove the servers' folder, unless it is by now that of others."""
+    with suppress(OSError), open(os.path.join(folder, "lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.path.samestat(os.stat(os.path.join(folder, "alive")), os.fstat(sys.stdin.fileno())):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def serve(path: str) -> dict[str, Any] | None:
@@ -162,6 +182,7 @@ def run(job: dict[str, Any]) -> None:
     os.chdir(job["folder"])
     os.environ.clear()
     os.environ.update(job["environment"])
+    tempfile.tempdir = None  # which an import has chosen by the server's environment
     sys.executable = job["executable"]
     sys.orig_argv = [sys.executable, *job["arguments"]]
     # New streams: the server's know of their file that they may seek in it, which fails in a pipe

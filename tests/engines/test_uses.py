@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hybrid3d.engines.signatures import Call, bound, difference, digest, misfits, refuses, text_of
+from hybrid3d.engines.syntax import statements_in
 from hybrid3d.engines.trees import UNKNOWN, Definition, Tree
 from hybrid3d.engines.usage import CALLED, DECLARED, OVERRIDDEN, PATCHED, Uses
 from hybrid3d.engines.uses import read_uses
@@ -330,3 +331,39 @@ def test_digest_is_of_what_code_does() -> None:
     assert digest(ast.parse(plain).body) == digest(ast.parse(same).body)
     assert digest(ast.parse(plain).body) != digest(ast.parse("def f():\n    return 2").body)
     assert digest(ast.parse(plain).body) != digest(ast.parse("def f():\n    return True").body)
+
+
+STATEMENTS = """
+import a
+class Kind:
+    x: int = 1
+    def method(self):
+        for n in range(3):
+            with open(n) as file, open(n):
+                self.y = [z for z in file]
+        else:
+            def inner():
+                self.z = lambda: 1
+        match n:
+            case 1 if n:
+                self.v = n
+            case _:
+                pass
+        try:
+            self.w = 1
+        except* ValueError as error:
+            raise
+        finally:
+            while n:
+                n -= 1
+if a:
+    async def last(): await a
+elif (b := a):
+    del b
+"""
+
+
+def test_statements_come_in_the_order_of_ast_walk() -> None:
+    tree = ast.parse(STATEMENTS)
+    kinds = ast.Module | ast.stmt | ast.ExceptHandler | ast.match_case
+    assert [*statements_in(tree)] == [node for node in ast.walk(tree) if isinstance(node, kinds)]

@@ -263,7 +263,7 @@ def test_replaced_prompts_are_not_waited_for_longer_than_others(alone: dist.Proc
     seed=st.integers(0, 10**6),
     bound=st.integers(1, 4),
     most=st.integers(2, 5),
-    partial=st.sampled_from(["continue", "restart"]),
+    partial=st.sampled_from(["continue", "continue_with_cache", "restart"]),
     extra=st.sampled_from([0, 0, 1, 3]),
 )
 def test_partial_rollout_keeps_the_age_bound_and_loses_no_prompt(
@@ -274,7 +274,7 @@ def test_partial_rollout_keeps_the_age_bound_and_loses_no_prompt(
     lengths: dict[tuple[int, int], int] = {}
     in_flight = min(most, bound + 1)
     more = [f"async.max_staleness={bound}", f"async.batches_in_flight={in_flight}", f"async.partial={partial}"]
-    recipe = recipe_of(*more, f"run.steps={steps - 1}", f"algorithm.dynamic_sampling={extra}")
+    recipe = recipe_of(*more, "rollout.sleep=false", f"run.steps={steps - 1}", f"algorithm.dynamic_sampling={extra}")
     scored: Counter[int] = Counter()
 
     def reward(query: Query) -> float:

@@ -21,7 +21,7 @@ assert SPEC.loader is not None
 structure = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(structure)
 
-FILES, LINES = 359, 57887  # of the package
+FILES, LINES = 359, 57886  # of the package
 LINES_OF_ROOM = {
     "__init__": 10,
     "__main__": 10,
@@ -45,7 +45,7 @@ LINES_OF_ROOM = {
     "replay": 780,
     "report": 1540,
     "reshard": 6580,
-    "rl": 2620,
+    "rl": 2630,
     "rollout": 2740,
     "run": 2140,
     "scoring": 4640,

@@ -145,10 +145,8 @@ def statements_in(node: ast.AST) -> Iterator[ast.AST]:
     while found:
         node = found.popleft()
         yield node
-        for name in node._fields:
-            if name in ("body", "orelse", "handlers", "finalbody", "cases"):
-                part = getattr(node, name)
-                found.extend(part if isinstance(part, list) else ())  # of an expression it is one
+        for name in ("body", "handlers", "orelse", "finalbody", "cases"):
+            found.extend(getattr(node, name, ()))
 
 
 Member = tuple[ast.stmt, ast.expr | None]

@@ -2,10 +2,11 @@
 
 John Schulman, "Approximating KL Divergence" (http://joschu.net/blog/kl-approx.html). With x ~ policy and
 r = reference(x) / policy(x), each maps log r to an estimate per token. In the loss only the gradient matters: its
-expectation is zero for k1 (so never use k1 there), the gradient of KL(policy || reference) for k2, and the gradient of
-KL(reference || policy) for k3, which GRPO uses. In the reward an estimate is multiplied by the gradient of
-log policy(x): in expectation k1 gives the gradient of KL(policy || reference), while k2 and k3 give almost none where
-the two policies are close, because they also penalize a token that has become less likely.
+expectation is zero for k1 (so never use k1 there, but k1+: a `+` gives an estimator k2's gradient), the gradient of
+KL(policy || reference) for k2, and the gradient of KL(reference || policy) for k3, which GRPO uses. In the reward an
+estimate is multiplied by the gradient of log policy(x): in expectation k1 gives the gradient of
+KL(policy || reference), while k2 and k3 give almost none where the two policies are close, because they also penalize a
+token that has become less likely.
 """
 
 from __future__ import annotations

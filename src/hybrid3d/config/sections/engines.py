@@ -271,8 +271,8 @@ class Async:
         max_staleness: By how many steps the weights that generated a token may be older than those that are trained
             with it; with 0, each of both waits for the other.
         partial: A step trains the first answers that are complete. With `continue`, the others keep their tokens and go
-            on with the next weights, which compute their KV cache again; with `continue_with_cache`, they keep the
-            cache that older weights have computed, too; with `restart`, they begin again. `null`: a step waits for all
+            on with the next weights, which compute their KV cache again; with `continue_with_cache`, they keep their
+            tokens and the KV cache of the older weights; with `restart`, they begin again. `null`: a step waits for all
             of its answers.
         batches_in_flight: With `partial`, how many batches of `algorithm.prompts_per_step` prompts are answered at a
             time.
