@@ -22,16 +22,21 @@ from slurm_cluster import Cluster
 
 @contextmanager
 def started(
-    work: Path, arguments: Sequence[str], agent: Sequence[str] = (), output: Path | None = None
+    work: Path,
+    arguments: Sequence[str],
+    agent: Sequence[str] = (),
+    output: Path | None = None,
+    python: str = sys.executable,
 ) -> Iterator[subprocess.Popen[str]]:
     """Start `hybrid3d train` in a folder; at the end none of its processes is left.
 
     Args:
         agent: the arguments of Python that start it as ranks.
+        python: `warm_python.executable()` where none of its processes is looked for or killed.
         output: the file that has what it prints; None if that is read later, and fits in a pipe.
     """
     mark = uuid.uuid4().hex
-    command = [sys.executable, *agent, "-m", "hybrid3d", "train", *arguments]
+    command = [python, *agent, "-m", "hybrid3d", "train", *arguments]
     paths = [str(work), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     variables = environment(mark, PYTHONPATH=os.pathsep.join(filter(None, paths)))
     with ExitStack() as stack:

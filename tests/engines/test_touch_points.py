@@ -435,6 +435,7 @@ def test_certify_refuses_an_engine_too(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert capsys.readouterr().err == "it is missing\n"
 
 
+@pytest.mark.engines
 def test_mistake_is_told_without_warnings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(commands, "check_installed", lambda: ["this pair is not proven"])
     assert cli.main(["certify", "nowhere"]) == cli.MISTAKE

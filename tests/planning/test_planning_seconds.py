@@ -9,6 +9,8 @@ from hybrid3d.config import Machine
 from hybrid3d.planning.estimates import estimate_sync_time
 from hybrid3d.planning.hardware import GB, hardware_of
 
+pytestmark = pytest.mark.engines  # the planner imports them
+
 H100 = hardware_of(Machine(kind="h100-8x400g"))
 
 

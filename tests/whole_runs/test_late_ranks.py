@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import warm_python
 from commands import ROOT, demo_folder, read_events, read_rows
 from hybrid3d.launch_environment import CHECKED
 from live_runs import child_of, ranks_of, ray_cluster, recorded, started, wait_for_rows, wait_until
@@ -43,7 +44,8 @@ def ranks_by_hand(work: Path, name: str) -> Iterator[Any]:
 
         def start(rank: int, *settings: str) -> subprocess.Popen[str]:
             patch.setenv("RANK", str(rank))
-            return stack.enter_context(started(work, [*RUN, f"name={name}", *settings], output=work / f"{rank}.txt"))
+            arguments, output = [*RUN, f"name={name}", *settings], work / f"{rank}.txt"
+            return stack.enter_context(started(work, arguments, output=output, python=warm_python.executable()))
 
         yield start
 
