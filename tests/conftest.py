@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let no test be started to ignore signals, as it is by nohup and in the background of a script."""
+    """Count seconds if asked to, and let no test ignore signals, as it does under nohup or in a script's background."""
     if config.option.record_seconds and "PYTEST_XDIST_WORKER" not in os.environ:
         config.pluginmanager.register(Seconds())
     for number in (signal.SIGINT, signal.SIGHUP):

@@ -32,21 +32,14 @@ def started(
 
     Args:
         agent: the arguments of Python that start it as ranks.
-        python: `warm_python.executable()` where none of its processes is looked for or killed.
         output: the file that has what it prints; None if that is read later, and fits in a pipe.
+        python: `warm_python.executable()` where none of its processes is looked for or killed.
     """
     mark = uuid.uuid4().hex
     command = [python, *agent, "-m", "hybrid3d", "train", *arguments]
-    paths = [str(work), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-    variables = environment(mark, PYTHONPATH=os.pathsep.join(filter(None, paths)))
     with ExitStack() as stack:
         printed = subprocess.PIPE if output is None else stack.enter_context(output.open("w"))
-        process = subprocess.Popen(command, cwd=work, env=variables, stdout=printed, text=True)
-        try:
-            yield process
-        finally:
-            kill_marked(mark)
-            process.wait()
+        yield stack.enter_context(_running(command, work, mark, _variables(work, mark), printed))
 
 
 @contextmanager
@@ -61,16 +54,33 @@ def submitted(work: Path, settings: Sequence[str], output: Path) -> Iterator[sub
         The process that waits for the job, and ends as it does.
     """
     mark = uuid.uuid4().hex
+    variables = {**_variables(work, mark), "PYTHON": sys.executable}
+    command = ["sbatch", "--wait", f"--output={output}", "launch/slurm/demo-cpu.sh", *settings]
+    with (
+        tempfile.TemporaryDirectory(prefix="slurm-") as folder,
+        Cluster(Path(folder), variables) as cluster,
+        _running(command, work, mark, cluster.environment) as process,
+    ):
+        yield process
+
+
+def _variables(work: Path, mark: str) -> dict[str, str]:
+    """Return the environment of a run whose processes can import what is in its folder, too."""
     paths = [str(work), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-    variables = environment(mark, PYTHON=sys.executable, PYTHONPATH=os.pathsep.join(filter(None, paths)))
-    with tempfile.TemporaryDirectory(prefix="slurm-") as folder, Cluster(Path(folder), variables) as cluster:
-        command = ["sbatch", "--wait", f"--output={output}", "launch/slurm/demo-cpu.sh", *settings]
-        process = subprocess.Popen(command, cwd=work, env=cluster.environment, text=True)
-        try:
-            yield process
-        finally:
-            kill_marked(mark)
-            process.wait()
+    return environment(mark, PYTHONPATH=os.pathsep.join(filter(None, paths)))
+
+
+@contextmanager
+def _running(
+    command: Sequence[str], work: Path, mark: str, variables: dict[str, str], stdout: Any = None
+) -> Iterator[subprocess.Popen[str]]:
+    """Run a command in a folder; at the end none of the processes with its mark is left."""
+    process = subprocess.Popen(command, cwd=work, env=variables, stdout=stdout, text=True)
+    try:
+        yield process
+    finally:
+        kill_marked(mark)
+        process.wait()
 
 
 @contextmanager

@@ -109,7 +109,7 @@ def launched(work: Path, launcher: str) -> Iterator[subprocess.Popen[str]]:
         if launcher == "ray":
             arguments += ["--ray", stack.enter_context(ray_cluster(2, 2)).address]
         if launcher == "slurm":
-            yield stack.enter_context(submitted(work, arguments[1:], output))
+            yield stack.enter_context(submitted(work, arguments[1:], output))  # the job's script names the recipe
         else:
             yield stack.enter_context(started(work, arguments, agent, output))
 
