@@ -7,6 +7,7 @@ from pathlib import Path
 
 import yaml
 
+from hybrid3d.config.former import with_present_settings
 from hybrid3d.config.recipe import Recipe
 from hybrid3d.config.rules import validate_recipe
 from hybrid3d.config.schema import RecipeError, apply_overrides, read_section, read_yaml, to_raw
@@ -37,7 +38,8 @@ def read_recipe(raw: object, subject: str, problems: list[str]) -> Recipe:
     Raises:
         RecipeError: with all problems.
     """
-    recipe = read_section(Recipe, raw, "", problems)
+    present = with_present_settings(raw, problems) if isinstance(raw, dict) else raw
+    recipe = read_section(Recipe, present, "", problems)
     if recipe is not None:
         problems.extend(refusal.message for refusal in validate_recipe(recipe))
     if recipe is None or problems:
