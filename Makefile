@@ -84,6 +84,8 @@ $(DOCS_STAMP): FORCE | $(STAMP)
 gpu-check: ## check what this machine's GPU does: 20 minutes or less (ARGS="--only NAME --json OUT")
 	@PYTHONPATH=src:tests$${PYTHONPATH:+:$$PYTHONPATH} $(if $(wildcard $(BIN)/python),$(BIN)/python,$(or $(PYTHON),python3)) -m pytest -c tests/gpu/pytest.ini tests/gpu $(ARGS)
 
+unexport PYTHONDONTWRITEBYTECODE  # else each of a thousand processes compiles hybrid3d anew
+
 test: lint $(TRACKING_STAMP) ## lint, and all tests except the slow ones (what CI runs)
 	$(BIN)/pytest -m "not slow" $(TWO_AT_A_TIME) --durations=40
 

@@ -23,6 +23,7 @@ from pyarrow import parquet
 
 from checkpoints import MORE, make_checkpoint
 from commands import HELD_OUT, PROBLEMS
+from warm_server import inspect_models_here
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGINES = ("megatron.core", "vllm")
@@ -108,6 +109,11 @@ def no_engine_imported(request: pytest.FixtureRequest) -> Iterator[None]:
     imported = [name for name in ENGINES if name in sys.modules]
     if imported and "not engines" in request.config.option.markexpr:
         pytest.fail(f"a test that is not marked `engines` has imported {', '.join(imported)}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def models_are_inspected_here() -> None:
+    inspect_models_here()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -13,7 +13,14 @@ import socket
 import sys
 import time
 
-WARM_MODULES = ("hybrid3d", "hybrid3d.planning.fitting", "hybrid3d.planning.agreed_placement", "torch.distributed.run")
+WARM_MODULES = (
+    "hybrid3d",
+    "hybrid3d.bench.fitting",
+    "hybrid3d.doctor.answers",
+    "hybrid3d.planning.fitting",
+    "hybrid3d.planning.agreed_placement",
+    "torch.distributed.run",
+)
 
 
 def main(executable: str, folder: str, *arguments: str) -> int:

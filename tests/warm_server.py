@@ -65,6 +65,8 @@ def prepare() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
     _register_kernels()
+    _name_no_callers()
+    inspect_models_here()
     _check_engines()
     gc.enable()
     # In the forked processes no collection visits these objects, also not when an engine has ended, which unfreezes all
@@ -77,6 +79,22 @@ def _register_kernels() -> None:
     platform: Any = importlib.import_module("vllm.platforms").current_platform
     platform.register_triton_kernel_overrides()
     type(platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+
+
+def _name_no_callers() -> None:
+    """Let torchrun's records of its rendezvous name no function: for each of them `inspect` visits all modules."""
+    rendezvous: Any = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
+    rendezvous.get_method_name = lambda depth=2: "no_method_name"
+
+
+def inspect_models_here() -> None:
+    """Let vLLM read what a class of models can do in the process that asks, if it has been imported there.
+
+    It does so in a process that imports it anew, lest CUDA is initialized: 10 s of CPU for each class on a new machine.
+    """
+    registry: Any = sys.modules.get("vllm.model_executor.models.registry")
+    if registry is not None:
+        registry._run_in_subprocess = lambda function: function()
 
 
 def _check_engines() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from packaging.specifiers import SpecifierSet
 
+import warm_python
 from hybrid3d import cli
 from hybrid3d.config import load_recipe
 from hybrid3d.doctor import files, groups, network, resources
@@ -68,6 +69,7 @@ class Doctor:
         before: str = "",
         apart: str = "",
         python: tuple[str, ...] = (),
+        has_engines: bool = False,
         **variables: str,
     ) -> list[dict[str, Any]]:
         """Return the findings; the command must end with the expected exit code.
@@ -76,8 +78,10 @@ class Doctor:
             before: commands of bash that come first, in the same process.
             apart: options of `unshare`: the namespaces that the commands have for themselves.
             python: arguments of Python that come before the command's.
+            has_engines: fork its processes from servers that have imported both engines, and have their namespaces.
         """
-        command = shlex.join([sys.executable, *python, *DOCTOR, *arguments, "--json"])
+        program = warm_python.executable() if has_engines else sys.executable
+        command = shlex.join([program, *python, *DOCTOR, *arguments, "--json"])
         run = ["bash", "-ec", f"{before}\nexec {command}"]
         path = os.pathsep.join(filter(None, [variables.pop("PYTHONPATH", ""), str(ROOT / "src")]))
         given = {key: value for key, value in os.environ.items() if not key.startswith(("MASTER_", "GLOO_"))}
@@ -307,7 +311,7 @@ def test_recipe_that_cannot_start_here(doctor: Doctor, demo: Path, tmp_path: Pat
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "demo-cpu").write_text("not a folder")
     arguments = [str(RECIPE), *only("start", "memory", "checkpoints"), "model.path=build/demo/base"]
-    findings = doctor(*arguments, "model.path=nothing", "rollout.kv_cache_gib=4000", expect=1)
+    findings = doctor(*arguments, "model.path=nothing", "rollout.kv_cache_gib=4000", expect=1, has_engines=True)
     assert {finding["severity"] for finding in findings} == {CANNOT_START}
     start = "\n".join(finding["found"] for finding in findings if finding["subject"] == "start")
     assert "exceed the 0 that this machine can start" in start
@@ -318,8 +322,8 @@ def test_recipe_that_cannot_start_here(doctor: Doctor, demo: Path, tmp_path: Pat
     (tmp_path / "runs" / "demo-cpu").unlink()
 
     small = {"before": "mount -t tmpfs -o size=1m none runs", "apart": "--mount"}
-    found = the_one(doctor(*arguments, **small, expect=1), CANNOT_START)
-    assert found["subject"] == "checkpoints"
+    checkpoints = [str(RECIPE), *only("checkpoints"), "model.path=build/demo/base"]
+    found = the_one(doctor(*checkpoints, **small, expect=1), CANNOT_START)
     assert "1.0 MB are free for checkpoints of about" in found["found"]
     assert "run.dir=FOLDER" in found["fix"]
     findings = doctor(*arguments, "run.dir=elsewhere", **small)

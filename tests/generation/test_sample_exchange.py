@@ -7,7 +7,6 @@ beside those that `torch.distributed.all_gather_object` receives for them.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import pickle
 import random
 import sys
@@ -22,20 +21,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from hybrid3d import distributed
 from hybrid3d.generation.delivery import Message, deliver
 from hybrid3d.generation.engine import NO_CHOICES, ExpertChoices
 from hybrid3d.generation.exchange import AnswerExchange, deliver_choices
 from hybrid3d.generation.samples import Sample, held_samples
+from spawned import spawn
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
-
-# A process that is forked from this one, which may have computed with several threads by then, can hang in torch
-multiprocessing.set_forkserver_preload(
-    ["torch.distributed", "hybrid3d.generation.exchange", "hybrid3d.generation.delivery"]
-)
 
 RANKS, TP, TOKENS = 8, 4, 300
 COUNTS = (20, 60)  # samples of each replica: one has three times as many
@@ -199,7 +193,7 @@ def member(rank: int, work: Callable[[int, int], dict[str, Any]], per_node: int,
 def on_ranks(work: Callable[[int, int], dict[str, Any]], per_node: int = 8) -> list[dict[str, Any]]:
     """Return what each of eight ranks finds."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(member, (work, per_node, folder), RANKS, start_method="forkserver")
+        spawn(member, (work, per_node, folder), RANKS)
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 

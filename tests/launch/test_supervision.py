@@ -8,17 +8,20 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import warm_python
 from commands import ROOT, demo_folder, read_events, read_rows
 from hybrid3d.launch import child, rank_host, serving_rank
 from hybrid3d.launch.local_ranks import run_ranks
 from hybrid3d.launch.policies import STOPPED
 from hybrid3d.launch_environment import State
 from hybrid3d.run import terminal
-from live_runs import ranks_of, started, wait_for_rows
+from live_runs import child_of, ranks_of, started, wait_for_rows
 from run_ranks import environment
 
 pytestmark = pytest.mark.processes
@@ -271,18 +274,34 @@ def parent_of(run: Path, rank: int) -> int:
     return found
 
 
+def survives(work: Path, name: str, python: str, victim: Callable[[Path], int | None]) -> list[dict[str, Any]]:
+    """Kill a process of rank 1, which generates, and return what was lost and came back; all steps are trained."""
+    run = work / "runs" / name
+    with started(work, [*RUN, f"name={name}", "run.steps=7"], python=python) as process:
+        wait_for_rows(run, 2, process)
+        pid = victim(run)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        assert process.wait(600) == 0
+    assert len(read_rows(run)) == 8
+    return [event for event in read_events(run) if event["event"] in ("engine_lost", "engine_joined")]
+
+
+@pytest.mark.engines
+@pytest.mark.timeout(900)
+def test_training_survives_kill_of_a_generating_rank(demo: Path, tmp_path: Path) -> None:
+    """Its parent starts it again. (To kill the client of a warm process is to kill that process.)"""
+    work = demo_folder(tmp_path, demo)
+    found = survives(work, "killed", warm_python.executable(), lambda run: child_of(run, 1))
+    assert [event["ranks"] for event in found if event["event"] == "engine_lost"] == [[1]]
+
+
+@pytest.mark.slow
 @pytest.mark.engines
 @pytest.mark.timeout(900)
 def test_training_survives_kill_of_a_generating_rank_s_parent(demo: Path, tmp_path: Path) -> None:
-    work = demo_folder(tmp_path, demo)
-    run = work / "runs/orphaned"
-    with started(work, [*RUN, "name=orphaned", "run.steps=7"]) as process:
-        wait_for_rows(run, 2, process)
-        os.kill(parent_of(run, 1), signal.SIGKILL)
-        assert process.wait(600) == 0
-    events = read_events(run)
-    assert [event["ranks"] for event in events if event["event"] == "engine_lost"] == [[1]]
-    assert len(read_rows(run)) == 8
+    found = survives(demo_folder(tmp_path, demo), "orphaned", sys.executable, lambda run: parent_of(run, 1))
+    assert [event["ranks"] for event in found if event["event"] == "engine_lost"] == [[1]]
 
 
 @pytest.mark.slow  # the console that it gives up is tested alone, too

@@ -26,6 +26,7 @@ from hybrid3d.reshard.move.nixl import NixlTransport
 from hybrid3d.reshard.move.nixl_agent import NoNixl, gather_bytes, load_nixl
 from hybrid3d.reshard.move.transport import Pending, make_transport
 from sockets import is_open, listening
+from spawned import spawn
 from test_reshard_executor import Layers, canonical, large_world, memories, plan_of_rank, truth, unlike, write_pieces
 
 CPU = torch.device("cpu")
@@ -42,7 +43,7 @@ def start(rank: int, ranks: int, folder: Path) -> dist.ProcessGroup:
 
 def among(ranks: int, job: Callable[..., None], folder: Path, *more: Any) -> None:
     """Run a job in so many processes, each of which leaves a file at its end."""
-    mp.spawn(job, (folder, *more), nprocs=ranks)
+    spawn(job, (folder, *more), ranks)
     assert len(list(folder.glob("rank*.done"))) == ranks
 
 

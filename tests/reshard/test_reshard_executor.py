@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,6 +27,7 @@ from hybrid3d.reshard.plan.layout import FILES, Fill, Holdings, LocalPieces, Pie
 from hybrid3d.reshard.plan.planner import Plan, RankPlan, Routes, local_plan, make_plan
 from hybrid3d.sync.plan import required_optimizer_buckets
 from hybrid3d.watch.stalls import Wait, find_wait
+from spawned import spawn
 from test_reshard_box import Shape, Side, World, addresses, index, worlds
 from worlds import LocalTransport, Mailbox, Strict, run_in_threads
 
@@ -506,5 +506,5 @@ def check_waits(rank: int, executor: Executor, sink: Layers) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("shares_memory", [False, True])
 def test_gloo_between_processes(tmp_path: Path, shares_memory: bool) -> None:
-    mp.spawn(gloo_rank, (tmp_path, shares_memory), nprocs=4)
+    spawn(gloo_rank, (tmp_path, shares_memory), 4)
     assert len(list(tmp_path.glob("rank*.done"))) == 4

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +22,7 @@ from hybrid3d.reshard.plan.box import Box
 from hybrid3d.reshard.plan.classes import layer_of
 from hybrid3d.reshard.plan.coverage import check_coverage, lower_bound
 from hybrid3d.reshard.plan.planner import make_plan
+from spawned import spawn
 from test_reshard_box import Side, World
 from test_reshard_delta import Deltas, changed
 from test_reshard_executor import Posted, Ranks, Updated, by_element, canonical, memories, truth, unlike, write_pieces
@@ -241,5 +241,5 @@ def four_of(world: World) -> World:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("shares_memory", [False, True])
 def test_relays_over_gloo_between_processes(tmp_path: Path, shares_memory: bool) -> None:
-    mp.spawn(gloo_rank, (tmp_path, shares_memory), nprocs=4)
+    spawn(gloo_rank, (tmp_path, shares_memory), 4)
     assert len(list(tmp_path.glob("rank*.done"))) == 4

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from hybrid3d.distributed import is_lost_peer
 from hybrid3d.reshard.delta.executor import DeltaExecutor
@@ -22,6 +21,7 @@ from hybrid3d.reshard.move.transport import make_transport
 from hybrid3d.reshard.plan.box import Box
 from hybrid3d.reshard.plan.layout import Piece, View
 from hybrid3d.reshard.plan.planner import Bucket, RankPlan, Transfer, group_messages
+from spawned import spawn
 
 RANKS = (10, 11, 12, 13)
 """The plan's rank of each member of the group: 10 to 12 may share memory, but 12 has none to share."""
@@ -143,7 +143,7 @@ def a_peer_that_has_gone(rank: int, shared: SharedMemory, folder: Path) -> None:
 @pytest.mark.engines
 @pytest.mark.timeout(120)
 def test_ranks_of_a_machine_lend_messages(tmp_path: Path) -> None:
-    mp.spawn(job, (tmp_path,), nprocs=4)
+    spawn(job, (tmp_path,), 4)
     assert len(list(tmp_path.glob("rank*.done"))) == 4
 
 
@@ -200,5 +200,5 @@ def late_reader(rank: int, folder: Path, case: str) -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("case", LATE)
 def test_lent_memory_is_not_overwritten_before_it_is_returned(tmp_path: Path, case: str) -> None:
-    mp.spawn(late_reader, (tmp_path, case), nprocs=3)
+    spawn(late_reader, (tmp_path, case), 3)
     assert len(list(tmp_path.glob("rank*.done"))) == 3

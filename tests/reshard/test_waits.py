@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from hybrid3d import distributed
 from hybrid3d.reshard.move.transport import GlooTransport, as_bytes
 from hybrid3d.watch.stalls import Wait, find_wait
+from spawned import spawn
 
 RANKS = (5, 6)  # of the launcher, as of an engine in a larger run
 
@@ -77,7 +77,7 @@ def member_of_two(member: int, folder: Path) -> None:
 @pytest.mark.engines
 @pytest.mark.timeout(120)
 def test_wait_of_a_rank_is_read_from_its_stack(tmp_path: Path) -> None:
-    mp.spawn(member_of_two, (tmp_path,), nprocs=2)
+    spawn(member_of_two, (tmp_path,), 2)
     assert len(list(tmp_path.glob("*.done"))) == 2
 
 

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+import warm_python
 from run_ranks import SHARED_MEMORY, environment, kill_marked, left_in_memory, marked
 
 pytestmark = pytest.mark.engines
@@ -38,13 +39,17 @@ if os.environ.get("RANK") == "1" and "hybrid3d" in sys.orig_argv:  # not in proc
 
 
 class Run:
-    """A process of `hybrid3d train` with a recipe that would take days, and its ranks."""
+    """A process of `hybrid3d train` with a recipe that would take days, and its ranks.
 
-    def __init__(self, folder: Path, tp: int, pp: int, variables: dict[str, str]):
+    Args:
+        python: `warm_python.executable()` where its launcher is not killed. To kill a warm rank's client is to kill it.
+    """
+
+    def __init__(self, folder: Path, tp: int, pp: int, python: str, variables: dict[str, str]):
         self.mark, self.folder, self.count = uuid.uuid4().hex, folder, tp * pp
         self.segments, self.name = set(SHARED_MEMORY.iterdir()), "of no run yet"
         self.output = folder / "output.txt"
-        command = [sys.executable, "-m", "hybrid3d", "train", "recipe.yaml", f"train.tp={tp}", f"train.pp={pp}"]
+        command = [python, "-m", "hybrid3d", "train", "recipe.yaml", f"train.tp={tp}", f"train.pp={pp}"]
         with open(self.output, "wb") as out:
             self.process = subprocess.Popen(
                 command, cwd=folder, env=environment(self.mark, **variables), stdout=out, stderr=out
@@ -52,11 +57,10 @@ class Run:
 
     def ranks(self) -> dict[int, tuple[int, str]]:
         """Return the pid of each rank, and the name of the run's shared memory."""
-        found = {}
-        for pid, variables in marked(self.mark).items():
-            status = Path(f"/proc/{pid}/status").read_text()
-            if "RANK" in variables and f"PPid:\t{self.process.pid}\n" in status:
-                found[int(variables["RANK"])] = pid, variables["HYBRID3D_RUN"]
+        found: dict[int, tuple[int, str]] = {}
+        for pid, variables in sorted(marked(self.mark).items()):  # a rank has started before what it starts
+            if "RANK" in variables:
+                found.setdefault(int(variables["RANK"]), (pid, variables["HYBRID3D_RUN"]))
         return found
 
     def wait_until_it_trains(self) -> dict[int, tuple[int, str]]:
@@ -104,8 +108,8 @@ def start(demo: Path, tmp_path: Path) -> Iterator[Start]:
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     runs = []
 
-    def begin(tp: int = 1, pp: int = 2, **variables: str) -> Run:
-        runs.append(Run(tmp_path, tp, pp, variables))
+    def begin(tp: int = 1, pp: int = 2, python: str = sys.executable, **variables: str) -> Run:
+        runs.append(Run(tmp_path, tp, pp, python, variables))
         return runs[-1]
 
     yield begin
@@ -117,7 +121,7 @@ def start(demo: Path, tmp_path: Path) -> Iterator[Start]:
 
 
 def test_rank_that_is_killed(start: Start) -> None:
-    run = start()
+    run = start(python=warm_python.executable())
     ranks = run.wait_until_it_trains()
     os.kill(ranks[1][0], signal.SIGKILL)
     output = run.end()
@@ -129,7 +133,8 @@ def test_rank_that_is_killed(start: Start) -> None:
 def test_rank_that_raises(start: Start, tmp_path: Path) -> None:
     (tmp_path / "boom").mkdir()
     (tmp_path / "boom" / "sitecustomize.py").write_text(BOOM)
-    run = start(PYTHONPATH=f"{tmp_path / 'boom'}:{environment('')['PYTHONPATH']}")
+    paths = f"{tmp_path / 'boom'}:{environment('')['PYTHONPATH']}"
+    run = start(python=warm_python.executable(), PYTHONPATH=paths)
     run.wait_until(lambda: "boom" in run.output.read_text() or run.process.poll() is not None, STARTED)
     output = run.end()
     assert "rank 1 failed: ValueError: boom" in output
@@ -149,7 +154,7 @@ def test_launcher_that_is_killed(start: Start) -> None:
 
 def test_launcher_that_is_interrupted(start: Start) -> None:
     """It is interrupted by Ctrl-C."""
-    run = start(tp=2, pp=1)
+    run = start(tp=2, pp=1, python=warm_python.executable())
     run.wait_until_it_trains()
     run.process.send_signal(signal.SIGINT)
     assert "stopped by SIGINT" in run.end()
