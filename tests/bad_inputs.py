@@ -6,7 +6,6 @@ of its own. `sample` chooses the same cases every time.
 
 from __future__ import annotations
 
-import functools
 import os
 import random
 import subprocess
@@ -19,11 +18,9 @@ from pathlib import Path
 import pytest
 
 from hybrid3d import cli
-from hybrid3d.cli import touch_points
 from run_ranks import environment
 
 SECONDS = 20.0  # that a refusal may take
-check_installed = functools.cache(touch_points.check_installed)  # the engines' sources stay as they are meanwhile
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LAUNCHER_VARIABLES += ("HYBRID3D_CHECKED", "HYBRID3D_RUN", "HYBRID3D_RENDEZVOUS_SECONDS")
@@ -87,7 +84,6 @@ class Harness:
         begun = time.monotonic()
         with self._monkeypatch.context() as patched:
             patched.chdir(self._work)
-            patched.setattr(touch_points, "check_installed", check_installed)
             for name in LAUNCHER_VARIABLES:
                 patched.delenv(name, raising=False)
             for name, value in case.variables.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -23,6 +24,7 @@ from pyarrow import parquet
 
 from checkpoints import MORE, make_checkpoint
 from commands import HELD_OUT, PROBLEMS
+from hybrid3d.cli import touch_points
 from warm_server import inspect_models_here
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -112,7 +114,9 @@ def no_engine_imported(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def models_are_inspected_here() -> None:
+def what_stays_is_found_out_once() -> None:
+    """Let commands in this process compare the engines' sources once, and vLLM inspect models in it."""
+    touch_points.check_installed = functools.cache(touch_points.check_installed)
     inspect_models_here()
 
 

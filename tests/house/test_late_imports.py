@@ -12,6 +12,8 @@ import yaml
 
 import hybrid3d
 
+pytestmark = pytest.mark.processes
+
 HEAVY = (
     "torch",
     "numpy",

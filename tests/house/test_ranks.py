@@ -10,6 +10,8 @@ import pytest
 
 from hybrid3d import launch_environment, patches
 
+pytestmark = pytest.mark.processes
+
 GROUPS = """
 import os, time
 import torch.distributed as dist
