@@ -115,9 +115,18 @@ def no_engine_imported(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def what_stays_is_found_out_once() -> None:
-    """Let commands in this process compare the engines' sources once, and vLLM inspect models in it."""
+    """Let commands in this process compare the engines' sources once, and vLLM inspect models in it.
+
+    vLLM sets up logging with its first engine, which ends all handlers of logs. One of them closes the stream that was
+    standard error when it was made, unless it is that now, as here: within `capfd` it is another one.
+    """
     touch_points.check_installed = functools.cache(touch_points.check_installed)
     inspect_models_here()
+    if "vllm.config" in sys.modules:
+        from vllm.config import LoggingConfig
+        from vllm.logger import configure_logging_if_needed
+
+        configure_logging_if_needed(LoggingConfig())
 
 
 @pytest.fixture(scope="session", autouse=True)
