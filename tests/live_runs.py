@@ -33,7 +33,8 @@ def started(
     Args:
         agent: the arguments of Python that start it as ranks.
         output: the file that has what it prints; None if that is read later, and fits in a pipe.
-        python: `warm_python.executable()` where none of its processes is looked for or killed.
+        python: `warm_python.executable()` where no process that has others is killed. What is found of warm ones are
+            their clients; to kill a client is to kill its process, a moment later.
     """
     mark = uuid.uuid4().hex
     command = [python, *agent, "-m", "hybrid3d", "train", *arguments]

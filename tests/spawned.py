@@ -1,7 +1,8 @@
 """Runs a function of a test as several ranks, each a process that is forked from one that has imported torch.
 
 That process has computed nothing. One that is forked from the tests' own, which may have computed with several threads
-by then, can hang in torch.
+by then, can hang in torch. All hash strings alike and have the environment of the first ones: what could depend on that
+is started by `torch.multiprocessing.spawn`.
 """
 
 from __future__ import annotations

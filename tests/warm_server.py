@@ -93,7 +93,7 @@ def inspect_models_here() -> None:
     It does so in a process that imports it anew, lest CUDA is initialized: 10 s of CPU for each class on a new machine.
     """
     registry: Any = sys.modules.get("vllm.model_executor.models.registry")
-    if registry is not None:
+    if registry is not None and not sys.modules["torch"].cuda.is_available():
         registry._run_in_subprocess = lambda function: function()
 
 

@@ -22,14 +22,14 @@ assert SPEC.loader is not None
 structure = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(structure)
 
-FILES, LINES = 360, 57952  # of the package
+FILES, LINES = 360, 57981  # of the package
 LINES_OF_ROOM = {
     "__init__": 10,
     "__main__": 10,
     "bench": 1700,
     "certify": 800,
     "cli": 1330,
-    "config": 3590,
+    "config": 3620,
     "distributed": 400,
     "doctor": 1400,
     "engines": 1950,
@@ -63,7 +63,7 @@ NONE = {
     "bench": 34,
     "certify": 13,
     "cli": 31,
-    "config": 131,
+    "config": 132,
     "distributed": 5,
     "doctor": 32,
     "engines": 80,
@@ -91,7 +91,7 @@ NONE = {
     "weight_transfer": 5,
     "workers": 30,
 }  # comparisons with None by room
-ONE_IMPORTER = 76  # modules that a single other one imports
+ONE_IMPORTER = 75  # modules that a single other one imports
 
 # Classes of engines, and where they may be annotated: their own rooms, the factories, and the checks of engines on GPUs
 ENGINES = {"RolloutEngine", "MegatronModel", "Policy", "ValueModel", "LLM", "LLMEngine"}
@@ -113,25 +113,18 @@ def by_room(count: dict[str, int]) -> dict[str, int]:
     return dict(found)
 
 
-@functools.cache
-def nodes_of(source: str) -> tuple[ast.AST, ...]:
-    return tuple(ast.walk(ast.parse(source)))
-
-
-@functools.cache
 def import_lines(source: str) -> int:
-    nodes = (node for node in nodes_of(source) if isinstance(node, ast.Import | ast.ImportFrom))
+    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom))
     return sum((node.end_lineno or node.lineno) - node.lineno + 1 for node in nodes)
 
 
-@functools.cache
 def comparisons_with_none(source: str) -> int:
-    nodes = (node for node in nodes_of(source) if isinstance(node, ast.Compare))
+    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Compare))
     return sum(any(isinstance(x, ast.Constant) and x.value is None for x in (n.left, *n.comparators)) for n in nodes)
 
 
 def annotations(source: str) -> Iterator[ast.expr]:
-    for node in nodes_of(source):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.AnnAssign):
             yield node.annotation
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -139,8 +132,7 @@ def annotations(source: str) -> Iterator[ast.expr]:
             yield from (each for each in [*(one.annotation for one in arguments), node.returns] if each is not None)
 
 
-@functools.cache
-def annotated_engines(source: str) -> frozenset[str]:
+def annotated_engines(source: str) -> set[str]:
     """The classes of engines that annotations name, quoted or not."""
     found = set[str]()
     for node in (part for annotation in annotations(source) for part in ast.walk(annotation)):
@@ -148,7 +140,7 @@ def annotated_engines(source: str) -> frozenset[str]:
             found |= set(re.findall(r"\w+", node.value))
         found |= {node.id} if isinstance(node, ast.Name) else set()
         found |= {node.attr} if isinstance(node, ast.Attribute) else set()
-    return frozenset(found & ENGINES)
+    return found & ENGINES
 
 
 def one_importer(modules: dict[str, frozenset[str]]) -> int:
@@ -156,12 +148,19 @@ def one_importer(modules: dict[str, frozenset[str]]) -> int:
     return sum(count == 1 for count in Counter(target for targets in modules.values() for target in targets).values())
 
 
+@functools.cache
+def counts(source: str) -> tuple[int, int, frozenset[str]]:
+    """Return the lines of imports, the comparisons with None, and the engines in annotations, counted once a source."""
+    return import_lines(source), comparisons_with_none(source), frozenset(annotated_engines(source))
+
+
 def over_budget(everything: dict[str, str]) -> dict[str, object]:
     """Return the budgets that these sources exceed, by kind, with what exceeds them."""
     lines = {path: len(source.splitlines()) for path, source in everything.items()}
-    imports = sum(map(import_lines, everything.values())) / sum(lines.values())
-    none = by_room({path: comparisons_with_none(source) for path, source in everything.items()})
-    engines = {path: annotated_engines(source) for path, source in everything.items()}
+    counted = {path: counts(source) for path, source in everything.items()}
+    imports = sum(of_imports for of_imports, _, _ in counted.values()) / sum(lines.values())
+    none = by_room({path: comparisons for path, (_, comparisons, _) in counted.items()})
+    engines = {path: found for path, (_, _, found) in counted.items()}
     found: dict[str, object] = {
         "files": max(len(lines) - FILES, 0),
         "lines": max(sum(lines.values()) - LINES, 0),
@@ -181,7 +180,7 @@ def test_package_keeps_its_budgets() -> None:
 @pytest.mark.parametrize(
     ("path", "added", "kinds"),
     [
-        ("sync/plan.py", "x = 1\n" * 1_000, {"lines", "lines of a room"}),
+        ("sync/plan.py", "x = 1\n" * 10_000, {"lines", "lines of a room"}),
         ("attic/new.py", "x = 1\n", {"lines of a room"}),
         ("train/writing.py", "import os\n" * 10_000, {"lines", "lines of a room", "import lines"}),
         ("sync/plan.py", "x = x is None\n" * 1000, {"comparisons with None"}),

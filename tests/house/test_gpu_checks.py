@@ -200,7 +200,7 @@ def test_gpu_checks_that_can_pass_on_a_cpu_pass(tmp_path: Path) -> None:
     [
         pytest.param(("vllm",), ("executors", "overlap"), id="vllm"),
         pytest.param(("vllm",), ("local_copies", "first_checkpoint"), id="vllm, more checks", marks=pytest.mark.slow),
-        pytest.param(("vllm", "megatron"), OF_MEGATRON, id="vllm and megatron"),
+        pytest.param(("vllm", "megatron"), OF_MEGATRON, id="vllm and megatron", marks=pytest.mark.slow),
     ],
 )
 def test_gpu_checks_without_engines_run_or_name_what_they_need(

@@ -8,9 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +19,7 @@ from hybrid3d.launch.local_ranks import run_ranks
 from hybrid3d.launch.policies import STOPPED
 from hybrid3d.launch_environment import State
 from hybrid3d.run import terminal
-from live_runs import child_of, ranks_of, started, wait_for_rows
+from live_runs import child_of, ranks_of, recorded, started, wait_for_rows, wait_until
 from run_ranks import environment
 
 pytestmark = pytest.mark.processes
@@ -274,34 +272,39 @@ def parent_of(run: Path, rank: int) -> int:
     return found
 
 
-def survives(work: Path, name: str, python: str, victim: Callable[[Path], int | None]) -> list[dict[str, Any]]:
-    """Kill a process of rank 1, which generates, and return what was lost and came back; all steps are trained."""
-    run = work / "runs" / name
-    with started(work, [*RUN, f"name={name}", "run.steps=7"], python=python) as process:
-        wait_for_rows(run, 2, process)
-        pid = victim(run)
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-        assert process.wait(600) == 0
-    assert len(read_rows(run)) == 8
-    return [event for event in read_events(run) if event["event"] in ("engine_lost", "engine_joined")]
+def losses(run: Path, kind: str) -> list[list[int]]:
+    return [event["ranks"] for event in read_events(run) if event["event"] == kind]
 
 
 @pytest.mark.engines
 @pytest.mark.timeout(900)
-def test_training_survives_kill_of_a_generating_rank(demo: Path, tmp_path: Path) -> None:
-    """Its parent starts it again. (To kill the client of a warm process is to kill that process.)"""
+def test_training_goes_on_while_a_generating_rank_is_killed_and_comes_back(demo: Path, tmp_path: Path) -> None:
+    """Its parent starts it again."""
     work = demo_folder(tmp_path, demo)
-    found = survives(work, "killed", warm_python.executable(), lambda run: child_of(run, 1))
-    assert [event["ranks"] for event in found if event["event"] == "engine_lost"] == [[1]]
+    run = work / "runs/killed"
+    with started(work, [*RUN, "name=killed", "run.steps=99"], python=warm_python.executable()) as process:
+        wait_for_rows(run, 2, process)
+        victim = child_of(run, 1)
+        assert victim is not None
+        os.kill(victim, signal.SIGKILL)
+        wait_until(lambda: losses(run, "engine_joined"), process)
+        wait_for_rows(run, recorded(run) + 2, process)
+    assert losses(run, "engine_lost") == losses(run, "engine_joined") == [[1]]
+    assert [row["step"] for row in read_rows(run)] == list(range(recorded(run)))
 
 
 @pytest.mark.slow
 @pytest.mark.engines
 @pytest.mark.timeout(900)
 def test_training_survives_kill_of_a_generating_rank_s_parent(demo: Path, tmp_path: Path) -> None:
-    found = survives(demo_folder(tmp_path, demo), "orphaned", sys.executable, lambda run: parent_of(run, 1))
-    assert [event["ranks"] for event in found if event["event"] == "engine_lost"] == [[1]]
+    work = demo_folder(tmp_path, demo)
+    run = work / "runs/orphaned"
+    with started(work, [*RUN, "name=orphaned", "run.steps=7"]) as process:
+        wait_for_rows(run, 2, process)
+        os.kill(parent_of(run, 1), signal.SIGKILL)
+        assert process.wait(600) == 0
+    assert losses(run, "engine_lost") == [[1]]
+    assert len(read_rows(run)) == 8
 
 
 @pytest.mark.slow  # the console that it gives up is tested alone, too

@@ -42,7 +42,7 @@ class Run:
     """A process of `hybrid3d train` with a recipe that would take days, and its ranks.
 
     Args:
-        python: `warm_python.executable()` where its launcher is not killed. To kill a warm rank's client is to kill it.
+        python: `warm_python.executable()` where none of its processes is killed. Of warm ones, clients are looked for.
     """
 
     def __init__(self, folder: Path, tp: int, pp: int, python: str, variables: dict[str, str]):
@@ -121,7 +121,7 @@ def start(demo: Path, tmp_path: Path) -> Iterator[Start]:
 
 
 def test_rank_that_is_killed(start: Start) -> None:
-    run = start(python=warm_python.executable())
+    run = start()
     ranks = run.wait_until_it_trains()
     os.kill(ranks[1][0], signal.SIGKILL)
     output = run.end()

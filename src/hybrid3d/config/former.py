@@ -7,55 +7,83 @@ from typing import Any
 from hybrid3d.config.messages import format_value
 
 MOVED = {"rollout.placement": "debug.placement", "reward.shuffle": "debug.shuffle_rewards"}
+"""Settings that are elsewhere today."""
+
+MERGED = {
+    "algorithm.kl.straight_through": "algorithm.kl.estimator=k3+ (or k1+, abs+)",
+    "async.keep_cache": "async.partial=continue_with_cache",
+}
+"""Settings that another one says today."""
+
 GONE: dict[str, tuple[object, str]] = {
     "sync.share_storage": (False, "no tensor of vLLM uses Megatron's memory"),
     "sync.keep_loader_layout": (False, "tensors that vLLM packs for its kernels are sent in full"),
     "sync.anchor_every": (None, "all elements are sent only where changes are not known"),
 }
-"""Settings that there are no more, each with the value that means what is always done now, and that in words."""
+"""Settings that no longer exist, each with the value that means what is always done now, and that in words."""
+
+PLUS = {None: "k3+", "k1": "k1+", "k2": "k2", "k3": "k3+", "abs": "abs+"}
+"""Estimators whose gradient is that of `k2`, by what they were called beside `straight_through: true`."""
 
 
 def with_present_settings(raw: dict[Any, Any], problems: list[str]) -> dict[Any, Any]:
     """Return a recipe's sections with the settings of today instead of those of earlier versions.
 
+    A former setting that is off is left out, because earlier versions wrote all settings into run folders.
+
     Args:
-        problems: messages, to which those of settings are appended that have no equal today.
+        problems: messages, to which one is appended for each setting that has no equal today.
     """
     raw = {key: dict(value) if isinstance(value, dict) else value for key, value in raw.items()}
+    if isinstance(_section(raw, "algorithm").get("kl"), dict):
+        raw["algorithm"]["kl"] = dict(raw["algorithm"]["kl"])
     for former, present in MOVED.items():
-        section, key = former.split(".")
-        if key in _section(raw, section):
-            to, name = present.split(".")
-            if raw.get(to) is None:
-                raw[to] = {}
-            if isinstance(raw[to], dict) and name not in raw[to]:
-                raw[to][name] = raw[section].pop(key)
-    for former, (value, always) in GONE.items():
-        section, key = former.split(".")
-        if key in _section(raw, section):
-            found = raw[section].pop(key)
-            if found != value:
-                problems.append(f"{former}: got {format_value(found)}, but there is no such setting any more: {always}")
-    _merge_gradient(raw)
-    _merge_cache(raw)
+        _move(raw, former, present)
+    _merge(_section(_section(raw, "algorithm"), "kl"), "straight_through", "estimator", PLUS)
+    _merge(_section(raw, "async"), "keep_cache", "partial", {"continue": "continue_with_cache"})
+    for former, present in {**MOVED, **MERGED}.items():
+        section, key = _place(raw, former)
+        if key in section:
+            value = format_value(section.pop(key))
+            problems.append(f"{former}: got {value}, but this is {present} today, and does not go with what is given")
+    for former, (always, meaning) in GONE.items():
+        section, key = _place(raw, former)
+        if key in section and (value := section.pop(key)) != always:
+            problems.append(
+                f"{former}: got {format_value(value)}, but there is no such setting any more: {meaning}: leave it out"
+            )
     return raw
 
 
-def _merge_gradient(raw: dict[Any, Any]) -> None:
-    """Replace `straight_through` of a KL estimator by its name with `+`; that of `k2` is its own gradient."""
-    algorithm = _section(raw, "algorithm")
-    kl = algorithm.get("kl")
-    if isinstance(kl, dict) and isinstance(kl.get("straight_through"), bool):
-        kl = algorithm["kl"] = dict(kl)
-        if kl.pop("straight_through") and kl.get("estimator") != "k2":
-            kl["estimator"] = f"{kl.get('estimator') or 'k3'}+"
+def _move(raw: dict[Any, Any], former: str, present: str) -> None:
+    """Move a setting to its place of today, unless another value is there."""
+    section, key = _place(raw, former)
+    name = present.split(".")[0]
+    if key in section:
+        if raw.get(name) is None:
+            raw[name] = {}
+        to, today = _place(raw, present)
+        if isinstance(raw[name], dict) and to.get(today, section[key]) == section[key]:
+            to[today] = section.pop(key)
 
 
-def _merge_cache(raw: dict[Any, Any]) -> None:
-    """Replace `keep_cache` of answers that go on over a sync by a value of `partial`."""
-    ahead = _section(raw, "async")
-    if isinstance(ahead.get("keep_cache"), bool) and ahead.pop("keep_cache"):
-        ahead["partial"] = "continue_with_cache"
+def _merge(section: dict[Any, Any], former: str, present: str, merged: dict[Any, str]) -> None:
+    """Let a setting say what it said together with a former one, which was on or off; leave both if it cannot."""
+    value, on = section.get(present), section.get(former)
+    if on is False or (on is True and value in merged.values()):
+        del section[former]
+    elif on is True and (value is None or isinstance(value, str)) and value in merged:
+        section[present] = merged[value]
+        del section[former]
+
+
+def _place(raw: dict[Any, Any], setting: str) -> tuple[dict[Any, Any], str]:
+    """Return the section of a setting, or one without keys if there is none, and its key."""
+    *sections, key = setting.split(".")
+    section = raw
+    for name in sections:
+        section = _section(section, name)
+    return section, key
 
 
 def _section(raw: dict[Any, Any], name: str) -> dict[Any, Any]:

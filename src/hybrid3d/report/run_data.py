@@ -14,6 +14,7 @@ from typing import Any, TypeGuard, cast
 import yaml
 
 from hybrid3d.config import RecipeError
+from hybrid3d.config.former import with_present_settings
 from hybrid3d.config.schema import flatten_settings, read_yaml
 from hybrid3d.report.timeline import Timeline, read_timeline
 from hybrid3d.run.ends import read_ends
@@ -105,7 +106,7 @@ def read_run(path: Path) -> RunRecords:
     if not folder.recipe.exists():
         raise RecipeError(str(path), ["not the folder of a run: it has no recipe.yaml"])
     try:
-        settings = flatten_settings(read_yaml(folder.recipe))
+        settings = flatten_settings(with_present_settings(read_yaml(folder.recipe), []))
     except ValueError as error:
         raise error if isinstance(error, RecipeError) else RecipeError(str(folder.recipe), [str(error)]) from None
     unreadable: dict[str, int] = {}
