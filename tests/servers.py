@@ -1,9 +1,11 @@
-"""Starts `hybrid3d serve` and waits until it answers."""
+"""Starts `hybrid3d serve` and waits until it answers; free ports."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -40,6 +42,24 @@ def free_port() -> int:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         return int(listening.getsockname()[1])
+
+
+@functools.cache
+def free_ports_in_a_row(count: int) -> int:
+    """Return the first of so many free ports, always the same; neither the kernel nor another worker takes one of them.
+
+    Runs whose agents listen at ports of the recipe may then run in two workers, and be resumed with the same recipe.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 2
+    for first in random.sample(range(20_000 + 5_000 * worker, 25_000 + 5_000 * worker, count), 100):
+        try:
+            for port in range(first, first + count):
+                with socket.create_server(("127.0.0.1", port)):
+                    pass
+            return first
+        except OSError:
+            continue
+    raise RuntimeError(f"no {count} ports in a row are free")
 
 
 def wait_until_healthy(url: str, server: subprocess.Popen[bytes], log: Path) -> None:

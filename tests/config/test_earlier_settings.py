@@ -105,7 +105,7 @@ def test_earlier_setting_that_has_no_equal_is_told(override: str, message: str) 
 
 
 @pytest.mark.parametrize("raw", [{"async": 1, "debug": [], "rollout": None}, {1: 2}, {"algorithm": {"kl": "k3"}}])
-def test_what_is_no_section_is_left_as_it_is(raw: dict[Any, Any]) -> None:
+def test_value_that_is_no_section_is_left_as_it_is(raw: dict[Any, Any]) -> None:
     problems: list[str] = []
     assert with_present_settings(raw, problems) == raw
     assert problems == []

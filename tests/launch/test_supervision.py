@@ -278,7 +278,7 @@ def losses(run: Path, kind: str) -> list[list[int]]:
 
 @pytest.mark.engines
 @pytest.mark.timeout(900)
-def test_training_goes_on_while_a_generating_rank_is_killed_and_comes_back(demo: Path, tmp_path: Path) -> None:
+def test_training_goes_on_while_a_generating_rank_comes_back(demo: Path, tmp_path: Path) -> None:
     """Its parent starts it again."""
     work = demo_folder(tmp_path, demo)
     run = work / "runs/killed"

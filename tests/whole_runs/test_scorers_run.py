@@ -18,6 +18,7 @@ from hybrid3d.generation.samples import Sample
 from hybrid3d.replay.step_record import StepRecord, read_step
 from hybrid3d.run.folder import RunFolder, recorded_folder
 from reference import classifier_of, save_classifier
+from servers import free_ports_in_a_row
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
@@ -48,10 +49,9 @@ def train(work: Path, name: str, *settings: str) -> tuple[dict[str, Any], StepRe
     return read_rows(run)[0], read_step(recorded_folder(RunFolder(run), 0))
 
 
-def agent(*arguments: object) -> str:
-    return "rollout.agents.command=" + " ".join(
-        map(str, [sys.executable, ROOT / "tests/jobs/two_branches.py", *arguments])
-    )
+def agent(*arguments: object) -> tuple[str, str]:
+    command = " ".join(map(str, [sys.executable, ROOT / "tests/jobs/two_branches.py", *arguments]))
+    return f"rollout.agents.command={command}", f"rollout.agents.port={free_ports_in_a_row(4)}"
 
 
 def said_by_judge(work: Path, samples: list[Sample]) -> list[float]:
@@ -79,7 +79,7 @@ def check_rewards(record: StepRecord, scores: list[float]) -> None:
 
 def test_agents_whose_answers_a_reward_model_scores(work: Path) -> None:
     """Where they give no reward; a greedy session gives each prompt's baseline."""
-    row, record = train(work, "agents-judged", agent(GIVEN), "reward.model=judge")
+    row, record = train(work, "agents-judged", *agent(GIVEN), "reward.model=judge")
     last = [one for one in record.samples if one.last]
     assert [one.branch for one in record.samples] == [0, 1] * (2 * ROWS)
     assert sum(one.scored for one in last) == ROWS
@@ -92,7 +92,7 @@ def test_agents_whose_answers_a_reward_model_scores(work: Path) -> None:
 
 @pytest.mark.slow
 def test_agents_whose_answers_other_ranks_score(work: Path) -> None:
-    row, record = train(work, "agents-apart", agent(), "roles.reward.ranks=1", "machine.gpus_per_node=8")
+    row, record = train(work, "agents-apart", *agent(), "roles.reward.ranks=1", "machine.gpus_per_node=8")
     last = [one for one in record.samples if one.last]
     check_rewards(record, lengths(work, last))
     assert row["reward/greedy_mean"] == pytest.approx(row["eval/reward"])  # of the same prompts, and as greedy
