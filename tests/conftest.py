@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import json
 import os
@@ -24,8 +23,7 @@ from pyarrow import parquet
 
 from checkpoints import MORE, make_checkpoint
 from commands import HELD_OUT, PROBLEMS
-from hybrid3d.cli import touch_points
-from warm_server import inspect_models_here
+from warm_server import check_engines_once, inspect_models_here
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGINES = ("megatron.core", "vllm")
@@ -120,7 +118,7 @@ def what_stays_is_found_out_once() -> None:
     vLLM sets up logging with its first engine, which ends all handlers of logs. One of them closes the stream that was
     standard error when it was made, unless it is that now, as here: within `capfd` it is another one.
     """
-    touch_points.check_installed = functools.cache(touch_points.check_installed)
+    check_engines_once()
     inspect_models_here()
     if "vllm.config" in sys.modules:
         from vllm.config import LoggingConfig

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import fcntl
+import functools
 import gc
 import importlib
 import importlib.machinery
@@ -67,7 +68,7 @@ def prepare() -> None:
     _register_kernels()
     _name_no_callers()
     inspect_models_here()
-    _check_engines()
+    check_engines_once()
     gc.enable()
     # In the forked processes no collection visits these objects, also not when an engine has ended, which unfreezes all
     gc.freeze()
@@ -97,14 +98,14 @@ def inspect_models_here() -> None:
         registry._run_in_subprocess = lambda function: function()
 
 
-def _check_engines() -> None:
-    """Compare the engines' sources with what hybrid3d uses, as each command does, which takes two seconds, once."""
+def check_engines_once() -> None:
+    """Compare the engines' sources with what hybrid3d uses once, and not for each command, which takes two seconds."""
     from hybrid3d.cli import touch_points
     from hybrid3d.errors import UserMistake
 
+    touch_points.check_installed = functools.cache(touch_points.check_installed)
     with suppress(UserMistake):  # which each command is to tell
-        found = touch_points.check_installed()
-        touch_points.check_installed = lambda: found
+        touch_points.check_installed()
 
 
 def _remove(folder: str) -> None:

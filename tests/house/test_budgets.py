@@ -22,7 +22,7 @@ assert SPEC.loader is not None
 structure = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(structure)
 
-FILES, LINES = 360, 57981  # of the package
+FILES, LINES = 360, 57980  # of the package
 LINES_OF_ROOM = {
     "__init__": 10,
     "__main__": 10,

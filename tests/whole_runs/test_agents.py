@@ -13,7 +13,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from commands import EXPERTS, ROOT, experts_folder, hybrid3d, python, read_events, read_rows
-from hybrid3d.config import load_recipe
 from hybrid3d.replay.step_record import read_step
 from hybrid3d.run.folder import RunFolder, recorded_folder
 from servers import free_ports_in_a_row
@@ -299,8 +298,7 @@ def test_endpoint_refuses_impossible_requests_as_openai_does(requests: tuple[Pat
 
 def test_session_says_what_it_is_about(requests: tuple[Path, dict[str, Any]]) -> None:
     session = requests[1]["session"]
-    port = load_recipe(requests[0] / "recipe.yaml").rollout.agents.port
-    assert session["base_url"] == f"http://127.0.0.1:{port}/sessions/{session['id']}/v1"
+    assert session["base_url"] == f"http://127.0.0.1:{free_ports_in_a_row(4)}/sessions/{session['id']}/v1"
     assert session["answer"].startswith("#### ")
     assert (session["greedy"], session["step"]) == (True, 0)
 

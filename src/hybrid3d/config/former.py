@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from hybrid3d.config.messages import format_value
@@ -9,11 +10,11 @@ from hybrid3d.config.messages import format_value
 MOVED = {"rollout.placement": "debug.placement", "reward.shuffle": "debug.shuffle_rewards"}
 """Settings that are elsewhere today."""
 
-MERGED = {
-    "algorithm.kl.straight_through": "algorithm.kl.estimator=k3+ (or k1+, abs+)",
-    "async.keep_cache": "async.partial=continue_with_cache",
+MERGED: dict[str, tuple[str, dict[str | None, str]]] = {
+    "algorithm.kl.straight_through": ("estimator", {None: "k3+", "k1": "k1+", "k2": "k2", "k3": "k3+", "abs": "abs+"}),
+    "async.keep_cache": ("partial", {"continue": "continue_with_cache"}),
 }
-"""Settings that another one says today."""
+"""Settings that were on or off: if on, another key of the section has another value today, by what it had beside it."""
 
 GONE: dict[str, tuple[object, str]] = {
     "sync.share_storage": (False, "no tensor of vLLM uses Megatron's memory"),
@@ -21,9 +22,6 @@ GONE: dict[str, tuple[object, str]] = {
     "sync.anchor_every": (None, "all elements are sent only where changes are not known"),
 }
 """Settings that no longer exist, each with the value that means what is always done now, and that in words."""
-
-PLUS = {None: "k3+", "k1": "k1+", "k2": "k2", "k3": "k3+", "abs": "abs+"}
-"""Estimators whose gradient is that of `k2`, by what they were called beside `straight_through: true`."""
 
 
 def with_present_settings(raw: dict[Any, Any], problems: list[str]) -> dict[Any, Any]:
@@ -34,14 +32,15 @@ def with_present_settings(raw: dict[Any, Any], problems: list[str]) -> dict[Any,
     Args:
         problems: messages, to which one is appended for each setting that has no equal today.
     """
-    raw = {key: dict(value) if isinstance(value, dict) else value for key, value in raw.items()}
-    if isinstance(_section(raw, "algorithm").get("kl"), dict):
-        raw["algorithm"]["kl"] = dict(raw["algorithm"]["kl"])
+    raw = copy.deepcopy(raw)
+    today = dict(MOVED)
     for former, present in MOVED.items():
         _move(raw, former, present)
-    _merge(_section(_section(raw, "algorithm"), "kl"), "straight_through", "estimator", PLUS)
-    _merge(_section(raw, "async"), "keep_cache", "partial", {"continue": "continue_with_cache"})
-    for former, present in {**MOVED, **MERGED}.items():
+    for former, (present, values) in MERGED.items():
+        section, key = _place(raw, former)
+        _merge(section, key, present, values)
+        today[former] = f"{former.removesuffix(key)}{present}={' or '.join(dict.fromkeys(values.values()))}"
+    for former, present in today.items():
         section, key = _place(raw, former)
         if key in section:
             value = format_value(section.pop(key))
@@ -67,7 +66,7 @@ def _move(raw: dict[Any, Any], former: str, present: str) -> None:
             to[today] = section.pop(key)
 
 
-def _merge(section: dict[Any, Any], former: str, present: str, merged: dict[Any, str]) -> None:
+def _merge(section: dict[Any, Any], former: str, present: str, merged: dict[str | None, str]) -> None:
     """Let a setting say what it said together with a former one, which was on or off; leave both if it cannot."""
     value, on = section.get(present), section.get(former)
     if on is False or (on is True and value in merged.values()):
