@@ -23,6 +23,7 @@ import signal
 import socket
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -68,7 +69,8 @@ def prepare() -> None:
     _register_kernels()
     _name_no_callers()
     inspect_models_here()
-    check_engines_once()
+    with suppress(ValueError):  # a mistake of the user, which each command is to tell
+        check_engines_once()()
     gc.enable()
     # In the forked processes no collection visits these objects, also not when an engine has ended, which unfreezes all
     gc.freeze()
@@ -98,14 +100,12 @@ def inspect_models_here() -> None:
         registry._run_in_subprocess = lambda function: function()
 
 
-def check_engines_once() -> None:
-    """Compare the engines' sources with what hybrid3d uses once, and not for each command, which takes two seconds."""
+def check_engines_once() -> Callable[[], list[str]]:
+    """Let commands in this process compare the engines' sources once, which takes two seconds; return what does it."""
     from hybrid3d.cli import touch_points
-    from hybrid3d.errors import UserMistake
 
     touch_points.check_installed = functools.cache(touch_points.check_installed)
-    with suppress(UserMistake):  # which each command is to tell
-        touch_points.check_installed()
+    return touch_points.check_installed
 
 
 def _remove(folder: str) -> None:

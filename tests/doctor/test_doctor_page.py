@@ -324,6 +324,7 @@ def test_recipe_that_cannot_start_here(doctor: Doctor, demo: Path, tmp_path: Pat
     small = {"before": "mount -t tmpfs -o size=1m none runs", "apart": "--mount"}
     checkpoints = [str(RECIPE), *only("checkpoints"), "model.path=build/demo/base"]
     found = the_one(doctor(*checkpoints, **small, expect=1), CANNOT_START)
+    assert found["subject"] == "checkpoints"
     assert "1.0 MB are free for checkpoints of about" in found["found"]
     assert "run.dir=FOLDER" in found["fix"]
     findings = doctor(*arguments, "run.dir=elsewhere", **small)
