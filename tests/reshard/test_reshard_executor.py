@@ -116,7 +116,13 @@ def write_pieces(pieces: list[Piece], values: dict[str, torch.Tensor], memory: d
     """Write boxes of the canonical values to the addresses that numpy computes."""
     for piece in pieces:
         content = values[piece.name][index(piece.box)].to(getattr(torch, piece.dtype))
-        by_element(memory[piece.view.tensor])[torch.from_numpy(addresses(piece)).flatten()] = by_element(content)
+        at = torch.from_numpy(addresses(piece)).flatten()
+        as_integers(memory[piece.view.tensor]).index_copy_(0, at, as_integers(content))
+
+
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements as integers of their size, [elements]: copies keep every bit, and are fast for any dtype."""
+    return tensor.contiguous().flatten().view(getattr(torch, f"int{8 * tensor.itemsize}"))
 
 
 def by_element(tensor: torch.Tensor) -> torch.Tensor:

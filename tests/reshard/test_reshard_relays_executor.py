@@ -35,9 +35,9 @@ def replicas_on_nodes() -> World:
     """Return two nodes of three ranks, which all want everything, with boxes that are direct, packed and converted."""
     world = World({}, Side(6), Side(6))
     tensors = {
-        "gate": ((768, 512), "bfloat16", "bfloat16", None),  # shares of whole rows, which need no staging
-        "up": ((96, 100), "bfloat16", "bfloat16", (1, 0)),  # transposed by the reader
-        "master": ((96, 64), "float32", "bfloat16", None),  # converted by the holder
+        "gate": ((256, 512), "bfloat16", "bfloat16", None),  # shares of whole rows, which need no staging
+        "up": ((32, 100), "bfloat16", "bfloat16", (1, 0)),  # transposed by the reader
+        "master": ((32, 64), "float32", "bfloat16", None),  # converted by the holder
         "norm": ((7,), "float32", "float32", None),
     }
     for layer, owners in (
@@ -72,7 +72,7 @@ def test_values_land_bit_for_bit(case: tuple[World, int], limit: int, seed: int)
 
 
 @pytest.mark.parametrize("transport", [Strict, LocalTransport, Posted])
-@pytest.mark.parametrize("bucket", [1 << 30, 512 * 1024, 60_000])
+@pytest.mark.parametrize("bucket", [1 << 30, 170 * 1024, 20_000])
 def test_large_boxes(bucket: int, transport: Callable[..., Transport]) -> None:
     world = replicas_on_nodes()
     plan = planned(world, 3, bucket)
@@ -107,7 +107,7 @@ def test_relays_during_an_update_hand_on_only_updated_values(
 @pytest.mark.parametrize("blocks_host", [False, True])
 def test_sync_with_relays_begins_before_the_last_update(blocks_host: bool) -> None:
     world = replicas_on_nodes()
-    ranks = Updated(world, planned(world, 3, 100_000), Posted)
+    ranks = Updated(world, planned(world, 3, 33_000), Posted)
     for transport in ranks.transports:
         transport.blocks_host = blocks_host
     of_layer = {0: 0, 1: 0, 2: 1, 3: 1, None: 1}
@@ -119,7 +119,7 @@ def test_sync_with_relays_begins_before_the_last_update(blocks_host: bool) -> No
 
 def verified(world: World, transport: Callable[..., Transport]) -> tuple[list[tuple[str, ...]], list[list[str]]]:
     """Return, by rank, the tensors that a verified run reports, and the memories that are wrong."""
-    plan, mailbox, values = planned(world, 3, 200_000), Mailbox(), canonical(world, 1)
+    plan, mailbox, values = planned(world, 3, 66_000), Mailbox(), canonical(world, 1)
 
     def run(rank: int) -> tuple[tuple[str, ...], list[str]]:
         held, wanted = memories(world.held, rank, 0.0), memories(world.wanted, rank, 7.0)
@@ -189,7 +189,7 @@ def test_changed_elements_that_are_handed_on_land_bit_for_bit(
 
 def test_sparse_changes_of_large_boxes_are_relayed_as_few_bytes() -> None:
     world = replicas_on_nodes()
-    ranks = Deltas(world, 200_000, set(world.shapes), 3, relays=True)
+    ranks = Deltas(world, 66_000, set(world.shapes), 3, relays=True)
     values = changed(canonical(world, 0), 0.01, 1)
     reports = ranks.send(values)
     assert ranks.wrong(values) == []
@@ -203,7 +203,7 @@ def gloo_rank(rank: int, folder: Path, shares_memory: bool) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=4)
     world = four_of(replicas_on_nodes())
-    plan = planned(world, 2, 200_000)[rank]
+    plan = planned(world, 2, 66_000)[rank]
     held, wanted = memories(world.held, rank, 0.0), memories(world.wanted, rank, 7.0)
     ends, transport = (
         (NamedTensors(held), NamedTensors(wanted)),

@@ -329,6 +329,8 @@ def _advise(path: str | Path) -> str:
 
 def _first_bytes(path: Path) -> bytes:
     try:
+        if not path.is_file():  # to open a FIFO would wait for a writer
+            return b""
         with path.open("rb") as file:
             return file.read(_START_BYTES)
     except OSError:
