@@ -93,7 +93,8 @@ test-fast: $(STAMP) ## the tests that start no processes and import no engine: 2
 	$(BIN)/pytest -m "not slow and not engines and not processes" $(TWO_AT_A_TIME)
 
 test-all: lint docs $(DEMO_STAMP) $(RAY_STAMP) $(NIXL_STAMP) $(TRACKING_STAMP) ## lint, and all tests
-	$(BIN)/pytest
+	$(BIN)/pytest -m "not slow" $(TWO_AT_A_TIME)
+	$(BIN)/pytest -m slow --durations=40
 	@$(MAKE) --no-print-directory test-floor
 
 test-floor: ## the tests of engines with the oldest Python and Megatron-Core, in build/floor

@@ -84,7 +84,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
         def log_message(self, *unused: Any) -> None: ...
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()  # seconds until it sees its end
     given["url"] = f"http://127.0.0.1:{server.server_port}/v1"
     yield given
     server.shutdown()

@@ -86,7 +86,9 @@ def test_step_is_done_again_bit_for_bit(work: Path, run: str, start: int) -> Non
     assert row["train/grad_norm"] > 0
 
 
-@pytest.mark.parametrize("layout", [["train.tp=1"], ["train.tp=1", "train.pp=2"]], ids=str)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(["train.tp=1"], marks=pytest.mark.slow), ["train.tp=1", "train.pp=2"]], ids=str
+)
 def test_replay_in_another_layout_equals_the_run_up_to_rounding(work: Path, layout: list[str]) -> None:
     """Before the step the fingerprints of whole tensors are those of the run: otherwise it is not as recorded."""
     found = replayed(work, "grpo", 2, *layout)
@@ -98,7 +100,10 @@ def test_replay_in_another_layout_equals_the_run_up_to_rounding(work: Path, layo
 
 @pytest.mark.parametrize(
     "layout",
-    [["train.tp=1"], ["train.tp=1", "train.dp=2", "train.micro_batch_size=2", "train.packed=true"]],
+    [
+        pytest.param(["train.tp=1"], marks=pytest.mark.slow),
+        ["train.tp=1", "train.dp=2", "train.micro_batch_size=2", "train.packed=true"],
+    ],
     ids=str,
 )
 def test_replay_in_another_layout_selects_the_same_tokens(work: Path, layout: list[str]) -> None:

@@ -511,9 +511,10 @@ def check_waits(rank: int, executor: Executor, sink: Layers) -> None:
 
 @pytest.mark.engines
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("shares_memory", [False, True])
+@pytest.mark.parametrize("shares_memory", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_gloo_between_processes(tmp_path: Path, shares_memory: bool) -> None:
-    # One case in processes that hash alike, one in processes that do not: no order may come from that of a set
+    # One case in processes that hash alike, one in processes that do not: no order may come from that of a set.
+    # Of the second kind make test has the one with relays
     start = spawn if shares_memory else mp.spawn
     start(gloo_rank, (tmp_path, shares_memory), 4)
     assert len(list(tmp_path.glob("rank*.done"))) == 4
