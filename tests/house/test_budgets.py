@@ -180,10 +180,10 @@ def test_package_keeps_its_budgets() -> None:
 @pytest.mark.parametrize(
     ("path", "added", "kinds"),
     [
-        ("sync/plan.py", "x = 1\n" * 10_000, {"lines", "lines of a room"}),
+        ("sync/session.py", "x = 1\n" * 10_000, {"lines", "lines of a room"}),
         ("attic/new.py", "x = 1\n", {"lines of a room"}),
         ("train/writing.py", "import os\n" * 10_000, {"lines", "lines of a room", "import lines"}),
-        ("sync/plan.py", "x = x is None\n" * 1000, {"comparisons with None"}),
+        ("sync/session.py", "x = x is None\n" * 1000, {"comparisons with None"}),
         ("trainer/learner.py", "x: Policy\n", {"engines"}),
     ],
 )

@@ -26,7 +26,7 @@ from hybrid3d.reshard.plan.classes import layer_of, signature_of
 from hybrid3d.reshard.plan.coverage import check_arrivals, check_coverage, lower_bound
 from hybrid3d.reshard.plan.layout import FILES, Fill, Holdings, LocalPieces, Piece, View
 from hybrid3d.reshard.plan.planner import Plan, RankPlan, Routes, local_plan, make_plan
-from hybrid3d.sync.plan import required_optimizer_buckets
+from hybrid3d.reshard.sync_plan import required_optimizer_buckets
 from hybrid3d.watch.stalls import Wait, find_wait
 from spawned import spawn
 from test_reshard_box import Shape, Side, World, addresses, index, worlds

@@ -29,6 +29,7 @@ from hybrid3d.reshard import (
     CorruptTensors,
     JsonExchange,
     NoSink,
+    NoSource,
     Piece,
     PlainSink,
     PlanError,
@@ -41,6 +42,7 @@ from hybrid3d.reshard import (
 from hybrid3d.reshard.exchange import _from_json
 from hybrid3d.reshard.move.memory import strided_view
 from run_ranks import environment, kill_marked
+from spawned import spawn
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "reshard_two_meshes.py"
@@ -221,6 +223,39 @@ def test_resharder_refuses_tensors_that_one_side_lacks(alone: dist.ProcessGroup)
         Resharder(tensor_source(held), tensor_sink({"a": torch.ones(2)}), alone)
     with pytest.raises(PlanError):
         Resharder(tensor_source(held), NoSink(), alone)
+
+
+def rank_with_its_own_numbers(rank: int, folder: Path, numbers: list[dict[str, int]]) -> None:
+    """Make a `Resharder` as one of two ranks, and keep what it says."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    tensors = {"w": torch.full((200_000,), 1.0 - rank)}
+    ends = (NoSource(), tensor_sink(tensors)) if rank else (tensor_source(tensors), NoSink())
+    said = ""
+    try:
+        Resharder(*ends, dist.group.WORLD, **numbers[rank]).run()
+    except PlanError as error:
+        said = str(error)
+    (folder / f"{rank}.txt").write_text(said)
+    dist.destroy_process_group()
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize(
+    ("numbers", "found"),
+    [
+        ([{"bucket_bytes": 1 << 20}, {"bucket_bytes": 1 << 16}], "1048576 and 8 on rank 0; 65536 and 8 on rank 1"),
+        ([{"ranks_per_node": 1}, {}], "1048576 and 1 on rank 0; 1048576 and 8 on rank 1"),
+    ],
+)
+def test_resharder_refuses_ranks_with_other_numbers(tmp_path: Path, numbers: list[dict[str, int]], found: str) -> None:
+    all_numbers = [{"bucket_bytes": 1 << 20, "ranks_per_node": 8} | each for each in numbers]
+    spawn(rank_with_its_own_numbers, (tmp_path, all_numbers), 2)
+    expected = f"bucket_bytes and ranks_per_node are {found}: give all 2 ranks the same"
+    assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == [expected] * 2
+
+
+def test_resharder_of_nothing_moves_nothing(alone: dist.ProcessGroup) -> None:
+    assert Resharder(NoSource(), NoSink(), alone).run(1).received_bytes == 0
 
 
 def test_example_imports_only_the_library() -> None:

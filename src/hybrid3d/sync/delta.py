@@ -10,8 +10,8 @@ from hybrid3d.reshard.ends import Exchange, WeightSink, WeightSource
 from hybrid3d.reshard.move.device import device
 from hybrid3d.reshard.move.executor import Executor
 from hybrid3d.reshard.move.transport import Transport
+from hybrid3d.reshard.sync_plan import SyncPlan
 from hybrid3d.sync.choice import NOT_ESTIMATED, Estimate, ExpectedSeconds
-from hybrid3d.sync.plan import SyncPlan
 from hybrid3d.sync.settings import SyncSettings
 
 

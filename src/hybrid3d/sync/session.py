@@ -15,22 +15,21 @@ from hybrid3d.reshard.ends import Exchange, WeightSink, WeightSource
 from hybrid3d.reshard.move.device import SideStream, Stream, device, synchronize
 from hybrid3d.reshard.move.executor import ExecutionReport, Executor
 from hybrid3d.reshard.move.transport import Transport
+from hybrid3d.reshard.resharder import corrupted_on_any, listed
+from hybrid3d.reshard.sync_plan import plan_sync
 from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.sync.choice import NOT_ESTIMATED, Estimate, ExpectedSeconds, NoEstimate
 from hybrid3d.sync.delta import DeltaSync
-from hybrid3d.sync.plan import plan_sync
 from hybrid3d.sync.settings import SyncSettings
 
 logger = logging.getLogger(__name__)
-
-LISTED = 5  # corrupted tensors that a message names
 
 
 class CorruptSync(RuntimeError):
     """Tensors arrived corrupted twice: memory or a link of a machine is faulty."""
 
     def __init__(self, tensors: Sequence[str]):
-        super().__init__(f"{len(tensors)} tensors arrived corrupted twice: {_listed(tensors)}")
+        super().__init__(f"{len(tensors)} tensors arrived corrupted twice: {listed(tensors)}")
 
 
 @dataclass(frozen=True)
@@ -227,7 +226,7 @@ class WeightSync(Sync):
         """
         self.source, self.sink, self.transport = source, sink, transport
         self._exchange, self._stream = exchange, stream or SideStream()
-        self._plan = plan_sync(source, sink, settings, exchange)
+        self._plan = plan_sync(source, sink, exchange, settings.bucket_bytes, settings.ranks_per_node)
         self.plan, self.holders = self._plan.current, self._plan.holders
         self.lower_bound, self.network_bound = self._plan.lower_bound, self._plan.network_bound
         names = {name for _, signature in self.holders for held in signature.values() for name in held}
@@ -320,7 +319,7 @@ class WeightSync(Sync):
         return self._executor
 
     def _send_again(self, corrupted: tuple[str, ...]) -> ExecutionReport:
-        logger.warning("%d tensors arrived corrupted: %s; sending everything again", len(corrupted), _listed(corrupted))
+        logger.warning("%d tensors arrived corrupted: %s; sending everything again", len(corrupted), listed(corrupted))
         self.sink.begin()
         done = self._executing.run(verify=True)
         self.sink.end()
@@ -346,13 +345,3 @@ class WeightSync(Sync):
         with self._stream.behind():
             yield
         self._exposed += time.perf_counter() - start
-
-
-def corrupted_on_any(names: Sequence[str] | None, exchange: Exchange) -> tuple[str, ...]:
-    """Return the corrupted tensors of all ranks, sorted; the same on every rank."""
-    return tuple(sorted({name for _, of_ranks in exchange.unique(names) for name in of_ranks or ()}))
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Return the first names, for a message."""
-    return ", ".join([*names[:LISTED], *(["..."] if len(names) > LISTED else [])])
