@@ -27,13 +27,16 @@ from hybrid3d import reshard
 from hybrid3d.reshard import (
     Box,
     CorruptTensors,
+    Holdings,
     JsonExchange,
     NoSink,
     NoSource,
     Piece,
     PlainSink,
+    PlainSource,
     PlanError,
     Resharder,
+    View,
     local_shards,
     pieces_of,
     tensor_sink,
@@ -41,6 +44,7 @@ from hybrid3d.reshard import (
 )
 from hybrid3d.reshard.exchange import _from_json
 from hybrid3d.reshard.move.memory import strided_view
+from hybrid3d.reshard.sync_plan import plan_sync
 from run_ranks import environment, kill_marked
 from spawned import spawn
 
@@ -223,6 +227,54 @@ def test_resharder_refuses_tensors_that_one_side_lacks(alone: dist.ProcessGroup)
         Resharder(tensor_source(held), tensor_sink({"a": torch.ones(2)}), alone)
     with pytest.raises(PlanError):
         Resharder(tensor_source(held), NoSink(), alone)
+
+
+class FullSink(PlainSink):
+    """Has no memory for its first version."""
+
+    tries = 0
+
+    def begin(self) -> None:
+        super().begin()
+        self.tries += 1
+        if self.tries == 1:
+            raise MemoryError("full")
+
+
+class CountingSource(PlainSource):
+    """Refuses to begin before it has ended or abandoned what it has begun."""
+
+    begun = False
+
+    def begin(self) -> None:
+        assert not self.begun
+        self.begun = True
+
+    def end(self) -> None:
+        self.begun = False
+
+    abandon = end
+
+
+def test_resharder_abandons_what_cannot_begin(alone: dist.ProcessGroup) -> None:
+    held, wanted = tensor_source({"w": torch.ones(3)}), tensor_sink({"w": torch.zeros(3)})
+    source, sink = CountingSource(held._tensors, held.holdings), FullSink(wanted._tensors, wanted.demand)
+    resharder = Resharder(source, sink, alone)
+    with pytest.raises(MemoryError, match="full"):
+        resharder.run(1)
+    assert (source.begun, sink.version) == (False, None)
+    resharder.run(2)
+    assert (source.begun, sink.version, wanted._tensors["w"].tolist()) == (False, 2, [1.0] * 3)
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_plan_waits_for_the_last_part_of_a_tensor(alone: dist.ProcessGroup, last: int) -> None:
+    halves = {name: torch.ones(2) for name in "ab"}
+    pieces = [Piece("t", Box((2 * i,), (2,)), View(name, 0, (1,)), "float32") for i, name in enumerate(halves)]
+    updated_in = {"a": 1 - last, "b": last}
+    source = PlainSource(halves, Holdings(tuple(pieces)), updated_in)
+    sink = tensor_sink({"t": torch.zeros(4)})
+    assert plan_sync(source, sink, JsonExchange(alone), 1 << 20, 8).ready == [1]
 
 
 def rank_with_its_own_numbers(rank: int, folder: Path, numbers: list[dict[str, int]]) -> None:

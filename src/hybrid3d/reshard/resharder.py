@@ -95,9 +95,9 @@ class Resharder:
         """
         if self._executor is None:
             self._executor = Executor(self.plan, self.source, self.sink, self._transport, self._device)
-        self.source.begin()
-        self.sink.begin()
         try:
+            self.source.begin()
+            self.sink.begin()
             self.source.complete(self.exchange)
             report = self._executor.run(verify)
             self.sink.end()

@@ -57,7 +57,10 @@ def plan_sync(
     boundaries = routes.bucket_boundaries([transfers], exchange.minimum)
     plan = routes.plan(rank, transfers, boundaries)
     sink.prepare(plan.layers)
-    bucket_of = {piece.name: source.ready_after.get(piece.view.tensor, -1) for piece in held.pieces}
+    bucket_of: dict[str, int] = {}  # the last one, where a canonical tensor lies in several local tensors
+    for piece in held.pieces:
+        updated_in = source.ready_after.get(piece.view.tensor, -1)
+        bucket_of[piece.name] = max(bucket_of.get(piece.name, -1), updated_in)
     ready = required_optimizer_buckets(plan, bucket_of, len(boundaries), exchange.maximum)
     check_arrivals(plan, wanted)
     of_node = [other for other in exchange.ranks if other // ranks_per_node == node]
