@@ -249,43 +249,45 @@ class WeightSync(Sync):
         self._began, self._exposed = time.perf_counter(), 0.0
         self._received_before, self._early_bytes = self.transport.received_bytes, 0
         self._verifying = verify
-        sends_changes = self._delta.begin(self._plan)
-        if sends_changes:
-            self._executor = None  # its staging memory is needed by another
-        with self._on_side_stream():
-            self.source.begin()
-            self.sink.begin()
-            if not sends_changes:
-                self._executing.begin(verify or self._delta.probes)
+        with self._exposing():
+            sends_changes = self._delta.begin(self._plan)
+            if sends_changes:
+                self._executor = None  # its staging memory is needed by another
+            with self._stream.behind():
+                self.source.begin()
+                self.sink.begin()
+                if not sends_changes:
+                    self._executing.begin(verify or self._delta.probes)
 
     def bucket_ready(self, bucket: int, last: bool) -> None:
         if not self._delta.reason:
             return  # little is sent, and how much is known only after the last update
         self._early_bytes = self.transport.received_bytes - self._received_before
-        with self._on_side_stream():
+        with self._exposing(), self._stream.behind():
             if self.source.advance(bucket):
                 ready = self._plan.ready
                 self._executing.start_ready_buckets(len(ready) if last else bisect_right(ready, bucket))
 
     def finish(self) -> SyncReport:
-        with self._on_side_stream():
-            self.source.complete(self._exchange)
-            if self._delta.reason:
-                done = self._executing.finish()
-            else:
-                done = self._delta.run(self._plan, self.transport, self._verifying)
-            self.sink.end()
-            corrupted = corrupted_on_any(done.corrupted, self._exchange) if self._verifying else ()
-            if corrupted:
-                done = self._send_again(corrupted)
-            synchronize()
-        changed = self._delta.count()
-        if self._delta.probes:
-            self._delta.find_sparse(self._executing)
-        self._delta.end(intact=not corrupted)
-        self.source.end()
-        self._report_overlap(done.received_bytes)
-        self.sink.commit(self._version)
+        with self._exposing():
+            with self._stream.behind():
+                self.source.complete(self._exchange)
+                if self._delta.reason:
+                    done = self._executing.finish()
+                else:
+                    done = self._delta.run(self._plan, self.transport, self._verifying)
+                self.sink.end()
+                corrupted = corrupted_on_any(done.corrupted, self._exchange) if self._verifying else ()
+                if corrupted:
+                    done = self._send_again(corrupted)
+                synchronize()
+            changed = self._delta.count()
+            if self._delta.probes:
+                self._delta.find_sparse(self._executing)
+            self._delta.end(intact=not corrupted)
+            self.source.end()
+            self._report_overlap(done.received_bytes)
+            self.sink.commit(self._version)
         self.in_progress = None
         return SyncReport(
             seconds=time.perf_counter() - self._began,
@@ -339,9 +341,8 @@ class WeightSync(Sync):
             self._reported_overlap = True
 
     @contextmanager
-    def _on_side_stream(self) -> Iterator[None]:
-        """Run on the side stream; the time of this thread counts as exposed."""
+    def _exposing(self) -> Iterator[None]:
+        """Count the time of this thread as exposed."""
         start = time.perf_counter()
-        with self._stream.behind():
-            yield
+        yield
         self._exposed += time.perf_counter() - start
