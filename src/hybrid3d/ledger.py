@@ -314,6 +314,16 @@ def count_told(store: Store) -> int:
     return int(store.add("told", 0))
 
 
+def hear_answer(store: Store) -> None:
+    """Tell that one more of the trainer's ranks knows that vLLM has done what it was asked for."""
+    store.add("heard", 1)
+
+
+def count_heard(store: Store) -> int:
+    """Return how many have told so, over all answers."""
+    return int(store.add("heard", 0))
+
+
 def check_answers(store: Store) -> None:
     """Raise `DistError` if the store is gone."""
     store.check(["alive"])

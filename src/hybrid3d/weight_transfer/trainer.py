@@ -99,7 +99,7 @@ class TrainerEngine(base.TrainerWeightTransferEngine):
         super().__init__(client=client, source=source, is_sender=info.is_sender)
         self.rank = info.rank  # vLLM 0.33 has it, too
         self.reports: tuple[WorkerReport, ...] = ()
-        self._info, self._updates = info, 0
+        self._info, self._updates, self._answers = info, 0, 0
         self._read, self._holdings = read_source(source, info.rank)
         self._device = _device_of(self._read())
         self._tensors: dict[str, torch.Tensor] = {}  # only during an update: a source may make new ones for each
@@ -172,7 +172,7 @@ class TrainerEngine(base.TrainerWeightTransferEngine):
             ledger.forget_session(raw)  # a rank that connects anew too early would join it
         source = PlainSource(self._tensors, self._holdings)
         self._membership = Membership(store, info.rank, where, source, NoSink(), device)
-        self._wait_for_answer()
+        self._wait_for_answer(store)
 
     def _find_store(self) -> TCPStore:
         info = self._info
@@ -197,9 +197,9 @@ class TrainerEngine(base.TrainerWeightTransferEngine):
         received = resharder.exchange.unique((resharder.exchange.rank, 0, 0))
         by_rank = {rank: WorkerReport(*counted) for _, (rank, *counted) in received}
         self.reports = tuple(by_rank[rank] for rank in membership.ranks[info.num_trainer_ranks :])
-        self._wait_for_answer()
+        self._wait_for_answer(store)
         self._call(self.client.finish_weight_update, weight_version)
-        self._wait_for_answer()
+        self._wait_for_answer(store)
 
     def _start(self, update: Mapping[str, Any]) -> None:
         self.client.start_weight_update()
@@ -220,12 +220,24 @@ class TrainerEngine(base.TrainerWeightTransferEngine):
 
         threading.Thread(target=work, name="vLLM", daemon=True).start()  # nobody waits for it when the trainer ends
 
-    def _wait_for_answer(self) -> None:
+    def _wait_for_answer(self, store: Store) -> None:
+        """Wait until vLLM has answered rank 0's call, and all ranks of the trainer know."""
+        info, before = self._info, self._answers * self._info.num_trainer_ranks
+        self._answers += 1
         if self.is_sender:
             try:
-                self._answer.result(self._info.timeout)
+                self._answer.exception(info.timeout)
             except TimeoutError:
-                raise TransferFailed(f"vLLM has not answered within {self._info.timeout:g} s") from None
+                self._answer = Future[None]()
+                self._answer.set_exception(TransferFailed(f"vLLM has not answered within {info.timeout:g} s"))
+            self._pass_on_refusal(store)
+            self._answer.result()
+            ledger.hear_answer(store)
+            meet(store, ledger.count_heard, before + info.num_trainer_ranks, info.timeout)  # before the store is gone
+        else:
+            patience = info.timeout + CAUSE_SECONDS  # rank 0 says what has failed
+            meet(store, ledger.count_heard, before + 1, patience, lambda: self._pass_on_refusal(store))
+            ledger.hear_answer(store)
 
     def _pass_on_refusal(self, store: Store) -> None:
         """Tell the other members that vLLM has refused rank 0's call; the store is kept until the ranks know."""

@@ -97,7 +97,7 @@ class WorkerEngine(WeightTransferEngine):
             info.master_address, info.session, info.world_size, info.device, info.timeout, info.bucket_bytes
         )
         store = PrefixStore(info.session, find_store(info.master_address, info.master_port, info.timeout))
-        refusal = self._refusal(info)
+        refusal = self._refusal(info, rank)
         if refusal:
             ledger.refuse(store, refusal)  # the other members wait for this one
             raise TransferFailed(refusal)
@@ -106,8 +106,14 @@ class WorkerEngine(WeightTransferEngine):
         sink = VllmSink(self.model, self.vllm_config)
         self._membership = Membership(store, rank, where, NoSource(), sink, self.device)
 
-    def _refusal(self, info: WorkerInitInfo) -> str:
+    def _refusal(self, info: WorkerInitInfo, rank: int) -> str:
         """Return why this worker cannot take part; empty if it can."""
+        if rank >= info.world_size:
+            workers, expected = rank + 1 - info.rank_offset, info.world_size - info.rank_offset
+            return (
+                f"vLLM has {workers} workers or more, and world_size={info.world_size} with {info.rank_offset} of the "
+                f"trainer's ranks leaves {expected} for them: set it to the number of both together"
+            )
         if self.vllm_config.quant_config is not None:
             return f"vLLM quantizes its weights ({self.model_config.quantization}), which only its own loader can do"
         if info.device != self.device.type:
