@@ -12,15 +12,14 @@ from typing import Any, Protocol
 
 from hybrid3d.reshard.delta.executor import DeltaReport
 from hybrid3d.reshard.ends import Exchange, WeightSink, WeightSource
-from hybrid3d.reshard.move.device import SideStream, Stream, device, synchronize
+from hybrid3d.reshard.move.device import SideStream, device, synchronize
 from hybrid3d.reshard.move.executor import ExecutionReport, Executor
 from hybrid3d.reshard.move.transport import Transport
 from hybrid3d.reshard.resharder import corrupted_on_any, listed
 from hybrid3d.reshard.sync_plan import plan_sync
 from hybrid3d.run.metrics import StepMetrics
-from hybrid3d.sync.choice import NOT_ESTIMATED, Estimate, ExpectedSeconds, NoEstimate
-from hybrid3d.sync.delta import DeltaSync
-from hybrid3d.sync.settings import SyncSettings
+from hybrid3d.sync.choice import ExpectedSeconds, SyncEstimate
+from hybrid3d.sync.delta import DeltaSync, SyncSettings
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +49,7 @@ class SyncReport:
         corrupted: tensors that arrived corrupted on some rank and were sent again.
         phases: seconds by phase of the execution.
         dense_reason: why all elements were sent; empty if only those were that changed.
-        expected: the seconds by which `sync.delta: auto` chose between both; `NOT_ESTIMATED` where it had no choice.
+        expected: the seconds by which `sync.delta: auto` chose between both; None where it had no choice.
         delta_bound_bytes: entropy of the changes that this rank sent, in bytes.
         changed: how many of this rank's elements had changed, None where that is not known; and how many elements all
             ranks track.
@@ -69,7 +68,7 @@ class SyncReport:
     corrupted: tuple[str, ...] = ()
     phases: Mapping[str, float] = field(default_factory=dict)
     dense_reason: str = ""
-    expected: ExpectedSeconds = NOT_ESTIMATED
+    expected: ExpectedSeconds | None = None
     delta_bound_bytes: float = 0.0
     changed: tuple[int | None, int] = (None, 0)
     of_engines: StepMetrics = field(default_factory=StepMetrics)
@@ -92,7 +91,7 @@ class SyncReport:
     @property
     def choice(self) -> Mapping[str, Any]:
         """What `sync.delta: auto` chose and why, with the measured seconds; empty where it had no choice."""
-        if not self.expected.fields:
+        if not self.expected:
             return {}
         sends = "changed elements" if not self.dense_reason else "all elements"
         return {"sends": sends, **self.expected.fields, "exposed_seconds": self.exposed_seconds}
@@ -117,7 +116,7 @@ class SyncReport:
         changed, elements = self.changed
         if changed is not None and elements:
             sums["sync/changed_fraction"] = changed / elements
-        of_all = {"sync/dense": float(bool(self.dense_reason)), **self.expected.metrics}
+        of_all = {"sync/dense": float(bool(self.dense_reason)), **(self.expected.metrics if self.expected else {})}
         found = StepMetrics(sums=dict(sums), maxima=dict(maxima), replicated=of_all)
         found.add_rank(self.of_engines)
         return found
@@ -215,22 +214,20 @@ class WeightSync(Sync):
         settings: SyncSettings,
         exchange: Exchange,
         transport: Transport,
-        estimate: Estimate | None = None,
-        stream: Stream | None = None,
+        estimate: SyncEstimate | None = None,
     ):
         """
         Args:
             transport: which this sync alone uses.
             estimate: of the seconds of a sync; by default changed elements are sent alone wherever that is possible.
-            stream: on which the sync runs; by default one of its own.
         """
         self.source, self.sink, self.transport = source, sink, transport
-        self._exchange, self._stream = exchange, stream or SideStream()
+        self._exchange, self._stream = exchange, SideStream()
         self._plan = plan_sync(source, sink, exchange, settings.bucket_bytes, settings.ranks_per_node)
         self.plan, self.holders = self._plan.current, self._plan.holders
         self.lower_bound, self.network_bound = self._plan.lower_bound, self._plan.network_bound
         names = {name for _, signature in self.holders for held in signature.values() for name in held}
-        self._delta = DeltaSync(source, sink, settings, exchange, names, estimate or NoEstimate())
+        self._delta = DeltaSync(source, sink, settings, exchange, names, estimate)
         self._executor: Executor | None = None
         self._reported_overlap = False
 
