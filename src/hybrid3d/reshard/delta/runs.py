@@ -94,11 +94,6 @@ class RunChanges:
                 self._copies.add(bits[start // 8 :][: view.numel()].view(view.shape), view)
             self._copies.merge()
 
-    @property
-    def at_once(self) -> bool:
-        """Whether the bits of all pieces are searched at once."""
-        return self._copies is not None
-
     def positions(self) -> torch.Tensor:
         """Return the positions of the changed elements in the run [k] int64, ascending."""
         if self._copies is not None:
