@@ -20,8 +20,8 @@ from hybrid3d.reshard import NoSink, NoSource
 from hybrid3d.weight_transfer import TrainerEngine, TrainerInitInfo, trainer
 from hybrid3d.weight_transfer.group import (
     Membership,
-    Rendezvous,
     TransferFailed,
+    WorkerInitInfo,
     _gloo_listens_at,
     find_store,
     host_store,
@@ -93,8 +93,8 @@ def test_trainer_listens_at_its_address_alone() -> None:
 def test_gloo_listens_on_the_way_to_the_trainer_alone() -> None:
     before = listening([os.getpid()])
     store = host_store(ADDRESS, 0, 5)
-    where = Rendezvous(ADDRESS, "alone", 1, "cpu", 5.0, 1 << 20)
-    member = Membership(PrefixStore("s", store), 0, where, NoSource(), NoSink(), "cpu")
+    info = WorkerInitInfo(**INIT | {"master_port": store.port, "world_size": 1})
+    member = Membership(PrefixStore("s", store), 0, info, NoSource(), NoSink(), "cpu")
     new = listening([os.getpid()]) - before
     assert len(new) == 2
     assert not [socket for socket in new if is_open(socket)]

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import distributed_c10d
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
 
 from hybrid3d import ledger
 from hybrid3d.distributed import clone_store, interface_of
@@ -31,22 +32,25 @@ class TransferFailed(RuntimeError):
     """Raised if vLLM has not got the weights; the trainer must connect anew."""
 
 
-@dataclass(frozen=True)
-class Rendezvous:
-    """How the members of a group find each other.
+@dataclass
+class WorkerInitInfo(WeightTransferInitInfo):
+    """What a trainer tells the workers when it begins, and how all members of the group find each other.
 
     Attributes:
-        address: where the first rank of the trainer listens.
+        master_address, master_port: where the first rank of the trainer listens.
         session: a name that no other group has.
-        size: how many members there are.
+        rank_offset: the rank of the first worker, which is the number of the trainer's ranks.
+        world_size: how many members there are.
         device: the type of all members' devices, `cpu` or `cuda`.
         timeout: seconds for which a member waits for others.
         bucket_bytes: the size of a staging buffer.
     """
 
-    address: str
+    master_address: str
+    master_port: int
     session: str
-    size: int
+    rank_offset: int
+    world_size: int
     device: str
     timeout: float
     bucket_bytes: int
@@ -122,7 +126,7 @@ class Membership:
         self,
         store: Store,
         rank: int,
-        where: Rendezvous,
+        info: WorkerInitInfo,
         source: WeightSource,
         sink: WeightSink,
         device: torch.device | str,
@@ -137,11 +141,11 @@ class Membership:
             ValueError: gloo cannot listen at this machine's address on the way to the trainer.
             PlanError, UnsupportedLoader: as `Resharder`.
         """
-        self.store, self._cuda, self._watching = store, where.device == "cuda", True
-        self._group = _make_group(store, rank, where)
+        self.store, self._cuda, self._watching = store, info.device == "cuda", True
+        self._group = _make_group(store, rank, info)
         try:
             nodes = JsonExchange(self._group).unique(BOOT_ID.read_text(encoding="ascii"))
-            self.ranks, per_node = number_by_node(nodes, where.size)
+            self.ranks, per_node = number_by_node(nodes, info.world_size)
             if self._cuda:
                 threading.Thread(target=self._watch, name="trainer", daemon=True).start()
             self.resharder = Resharder(
@@ -149,7 +153,7 @@ class Membership:
                 sink,
                 self._group,
                 device=device,
-                bucket_bytes=where.bucket_bytes,
+                bucket_bytes=info.bucket_bytes,
                 ranks=self.ranks,
                 ranks_per_node=per_node,
             )
@@ -195,27 +199,27 @@ def number_by_node(nodes: Sequence[tuple[Sequence[int], str]], size: int) -> tup
     return ranks, per_node
 
 
-def _make_group(store: Store, rank: int, where: Rendezvous) -> dist.ProcessGroup:
+def _make_group(store: Store, rank: int, info: WorkerInitInfo) -> dist.ProcessGroup:
     """Create the group; torch has no public function for one outside of the default group."""
-    own = source_address(where.address)
+    own = source_address(info.master_address)
     interface = interface_of(own)
     if interface is None:
         raise ValueError(
-            f"{own}, this machine's address on the way to {where.address}, is no interface's first address"
+            f"{own}, this machine's address on the way to {info.master_address}, is no interface's first address"
         )
     with _gloo_listens_at(interface):
         group: dist.ProcessGroup
         group, _ = distributed_c10d._new_process_group_helper(
-            where.size,
+            info.world_size,
             rank,
             [],  # not a part of the default group
-            dist.Backend("cpu:gloo,cuda:nccl" if where.device == "cuda" else "gloo"),
+            dist.Backend("cpu:gloo,cuda:nccl" if info.device == "cuda" else "gloo"),
             store,
-            group_name=distributed_c10d.GroupName(where.session),
-            timeout=timedelta(seconds=where.timeout),
+            group_name=distributed_c10d.GroupName(info.session),
+            timeout=timedelta(seconds=info.timeout),
             group_desc="weight transfer",
         )
-    distributed_c10d._world.pg_group_ranks[group] = {member: member for member in range(where.size)}
+    distributed_c10d._world.pg_group_ranks[group] = {member: member for member in range(info.world_size)}
     return group
 
 

@@ -23,14 +23,14 @@ from hybrid3d.weight_transfer import BACKEND, register
 from hybrid3d.weight_transfer.group import (
     MEETING_POLL_SECONDS,
     Membership,
-    Rendezvous,
     TransferFailed,
+    WorkerInitInfo,
     find_store,
     host_store,
     meet,
 )
 from hybrid3d.weight_transfer.sources import read_source
-from hybrid3d.weight_transfer.worker import LOST, UpdateInfo, WorkerInitInfo
+from hybrid3d.weight_transfer.worker import LOST, UpdateInfo
 
 CAUSE_SECONDS = 10.0  # in which vLLM says why a worker has gone
 MIB = 2**20
@@ -149,29 +149,27 @@ class TrainerEngine(base.TrainerWeightTransferEngine):
         info, device = self._info, self._device
         self._store = raw = self._find_store()
         session = ledger.open_session(raw) if info.is_sender else ledger.read_session(raw)
-        bucket_bytes = info.bucket_mib * MIB
-        where = Rendezvous(info.master_address, session, info.world_size, device.type, info.timeout, bucket_bytes)
+        for_all = WorkerInitInfo(
+            master_address=info.master_address,
+            master_port=raw.port,
+            session=session,
+            rank_offset=info.num_trainer_ranks,
+            world_size=info.world_size,
+            device=device.type,
+            timeout=info.timeout,
+            bucket_bytes=info.bucket_mib * MIB,
+        )
         store = PrefixStore(session, raw)
         ledger.join(store)
         # vLLM is asked once all ranks are there: each learns why it refuses, and none waits for a store that is gone
         meet(store, ledger.count_joined, info.num_trainer_ranks, info.timeout)
         if info.is_sender:
-            for_workers = WorkerInitInfo(
-                master_address=info.master_address,
-                master_port=raw.port,
-                session=session,
-                rank_offset=info.num_trainer_ranks,
-                world_size=info.world_size,
-                device=device.type,
-                timeout=info.timeout,
-                bucket_bytes=bucket_bytes,
-            )
-            self._call(self.client.init_weight_transfer_engine, asdict(for_workers))
+            self._call(self.client.init_weight_transfer_engine, asdict(for_all))
         meet(store, ledger.count_joined, info.world_size, info.timeout, lambda: self._pass_on_refusal(store))
         if info.is_sender:
             ledger.forget_session(raw)  # a rank that connects anew too early would join it
         source = PlainSource(self._tensors, self._holdings)
-        self._membership = Membership(store, info.rank, where, source, NoSink(), device)
+        self._membership = Membership(store, info.rank, for_all, source, NoSink(), device)
         self._wait_for_answer(store)
 
     def _find_store(self) -> TCPStore:
