@@ -92,7 +92,7 @@ def changed_elements(policy: Any, before: dict[str, Any]) -> ByKind:
     """
     import torch
 
-    from hybrid3d.reshard.delta.changes import unpack_bits
+    from hybrid3d.reshard.delta.encoding import unpack_bits
 
     counts, changes = [], policy.changes.bitmaps()
     for name, tensor in policy.weights.tensors.items():

@@ -23,7 +23,7 @@ from faulty_transport import Fault, FlippedBit, Killed, use_faulty_transports
 from hybrid3d import distributed
 from hybrid3d.config import Algorithm, Data, Machine, Model, Optimizer, Recipe, Rollout, Run, Sync, Train
 from hybrid3d.families import family_of
-from hybrid3d.reshard.delta.changes import unpack_bits
+from hybrid3d.reshard.delta.encoding import unpack_bits
 from hybrid3d.reshard.files import load_files
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.objective import sft_loss

@@ -11,18 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid3d.reshard.delta.changes import (
-    changed_positions,
+from hybrid3d.reshard.delta.encoding import (
     count_bits,
-    gather_elements,
+    decode,
+    encode,
+    entropy_bytes,
+    form_of,
     pack_bits,
-    scatter_elements,
     set_bits,
     unpack_bits,
 )
-from hybrid3d.reshard.delta.encoding import decode, encode, entropy_bytes, form_of
 from hybrid3d.reshard.delta.executor import DeltaExecutor, DeltaMessage, DeltaReport, delta_plan
-from hybrid3d.reshard.delta.runs import Elements, RunChanges
+from hybrid3d.reshard.delta.runs import Elements, RunChanges, changed_positions, gather_elements, scatter_elements
 from hybrid3d.reshard.ends import NamedTensors
 from hybrid3d.reshard.plan.box import Box
 from hybrid3d.reshard.plan.layout import Piece, View

@@ -18,7 +18,7 @@ from hybrid3d.config import Recipe
 from hybrid3d.families import family_of
 from hybrid3d.generation.engine import Completion, GenerationRequest
 from hybrid3d.inputs.models import read_config
-from hybrid3d.reshard.delta.changes import Changes, pack_bits
+from hybrid3d.reshard.delta.encoding import Changes, pack_bits
 from hybrid3d.reshard.ends import NamedTensors, PlainSource
 from hybrid3d.reshard.file_index import read_index
 from hybrid3d.reshard.files import CheckpointReader, file_pieces, load_files

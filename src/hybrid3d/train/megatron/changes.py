@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
-from hybrid3d.reshard.delta.changes import Changes, count_bits, num_bytes, pack_bits
+from hybrid3d.reshard.delta.encoding import Changes, count_bits, num_bytes, pack_bits
 from hybrid3d.reshard.move.verify import checksum
 
 COMPARED_AT_ONCE = 1 << 22  # elements, which bounds the memory of a comparison
