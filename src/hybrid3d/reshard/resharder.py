@@ -69,7 +69,8 @@ class Resharder:
                 network once. By default all ranks share one.
 
         Raises:
-            PlanError: a rank wants what no rank holds, or ranks hold a tensor that none wants.
+            PlanError: a rank wants what no rank holds, ranks hold a tensor that none wants, or they differ in
+                `bucket_bytes` or `ranks_per_node`.
         """
         self.source, self.sink = source, sink
         self.exchange: Exchange = JsonExchange(group, ranks)

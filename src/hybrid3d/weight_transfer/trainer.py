@@ -48,7 +48,7 @@ class TrainerInitInfo(base.TrainerInitInfo):
         world_size: the trainer's ranks and vLLM's workers together.
         num_trainer_ranks: the trainer's ranks.
         timeout: seconds for which a member waits for others.
-        bucket_mib: the size of each of two staging buffers, in MiB.
+        bucket_mib: the size of each of two staging buffers, in MiB; the same on each rank.
         rank: of this process among the trainer's.
     """
 
@@ -117,7 +117,8 @@ class TrainerEngine(base.TrainerWeightTransferEngine):
                 see `read_source`.
 
         Raises:
-            PlanError: vLLM wants a tensor that the trainer does not have, or the other way round.
+            PlanError: vLLM wants a tensor that the trainer does not have, or the other way round, or ranks differ in
+                `bucket_mib`.
             TransferFailed: vLLM's workers cannot take part.
         """
         if source is None:
