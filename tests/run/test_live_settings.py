@@ -383,6 +383,36 @@ def test_rate_that_is_set_follows_the_schedule_that_there_was() -> None:
         scheduler.step(increment=1)
 
 
+@pytest.mark.engines
+def test_rate_that_was_set_in_warmup_is_that_of_a_resume_too() -> None:
+    """The resumed schedule is built with the recipe's rate, and loads the other from the checkpoint."""
+    from hybrid3d.train.megatron.model import _scheduler, _set_learning_rate
+
+    before = Optimizer(lr=1e-6, warmup_steps=10)
+    after = replace(before, lr=1e-5)
+
+    def schedule() -> tuple[Any, dict[str, Any]]:
+        group: dict[str, Any] = {"params": [], "max_lr": before.lr, "min_lr": before.min_lr}
+        return _scheduler(SimpleNamespace(param_groups=[group]), before, steps=20), group
+
+    def rates(scheduler: Any, group: dict[str, Any], steps: int) -> list[float]:
+        found = []
+        for _ in range(steps):
+            _set_learning_rate(scheduler, after)
+            found.append(group["lr"])
+            scheduler.step(increment=1)
+        return found
+
+    scheduler, group = schedule()
+    rates(scheduler, group, 3)
+    resumed, resumed_group = schedule()
+    resumed_group.update(group)  # the optimizer is loaded first
+    resumed.load_state_dict(scheduler.state_dict())
+    went_on = rates(scheduler, group, 10)
+    assert went_on == pytest.approx([1e-5 * (1 + min(step, 10)) / 11 for step in range(3, 13)], rel=1e-12)
+    assert rates(resumed, resumed_group, 10) == went_on
+
+
 # ---- less memory
 
 ALL_AWAY = {f"offload_{kind}": True for kind in OFFLOADS}
