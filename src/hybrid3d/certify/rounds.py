@@ -33,8 +33,6 @@ from hybrid3d.trainer.export import write_export
 
 CHANGED_FRACTION = 0.05  # of the elements in a round whose sync sends only those
 RELATIVE, ABSOLUTE = 0.05, 0.002  # the largest change of an element: a part of its value, and of those that are 0
-NEW_TOKENS = 8
-PROMPTS = 4
 
 
 class NoisyWeights:
@@ -114,7 +112,7 @@ class Certification:
         held = self._policy.weights
         source = PlainSource(held.tensors, held.holdings, changes=self._weights)
         self._sync = weight_sync(recipe, group, source, self._engine.sink())
-        self._requests = _requests(config["vocab_size"], recipe)
+        self._requests = prompts_of(config["vocab_size"], recipe)
         self._computes = can_compute(recipe)
         self.findings = Findings()
         self.deltas: list[int] = []
@@ -214,11 +212,8 @@ class Certification:
         wrong = []
         for number, (one, other) in enumerate(zip(live, expected, strict=True)):
             if one.tokens != other.tokens or one.logprobs != other.logprobs:
-                pairs = zip(one.tokens, one.logprobs, other.tokens, other.logprobs, strict=False)
-                at, pair = next((i, p) for i, p in enumerate(pairs) if p[:2] != p[2:])
-                had = f"token {pair[0]} at {pair[1]:.6g} instead of token {pair[2]} at {pair[3]:.6g}"
                 where = f"prompt {number} of {len(self._requests[number].prompt_ids)} tokens"
-                wrong.append(f"{where}: the answer's token {at} is {had}")
+                wrong.append(f"{where}: {describe_answers(one, other)}")
         self.findings.count("answers", sum(len(one.tokens) for one in expected), 0, wrong)
 
     def _compare_engines(self, live: Sequence[Completion]) -> None:
@@ -275,12 +270,23 @@ def _dtype(piece: Any) -> torch.dtype:
     return dtype
 
 
-def _requests(vocabulary: int, recipe: Recipe) -> list[GenerationRequest]:
+def describe_answers(live: Completion, fresh: Completion) -> str:
+    """Return where two answers to a prompt, which are not equal, first differ."""
+    pairs = zip(live.tokens, live.logprobs, fresh.tokens, fresh.logprobs, strict=False)
+    for at, (token, logprob, other, other_logprob) in enumerate(pairs):
+        if (token, logprob) != (other, other_logprob):
+            had = f"token {token} at {logprob:.6g} instead of token {other} at {other_logprob:.6g}"
+            return f"the answer's token {at} is {had}"
+    return f"the answer has {len(live.tokens)} tokens instead of {len(fresh.tokens)}"
+
+
+def prompts_of(vocabulary: int, recipe: Recipe) -> list[GenerationRequest]:
     """Return prompts, the same in each round, of which the longest fill blocks of the prefix cache."""
     assert recipe.rollout is not None
-    source, longest = random.Random(1), recipe.rollout.max_model_len - NEW_TOKENS
-    lengths = [longest, longest // 2 + 1, 17, 1][:PROMPTS]
+    source, new_tokens = random.Random(1), recipe.rollout.max_new_tokens
+    longest = recipe.rollout.max_model_len - new_tokens
+    lengths = [longest, longest // 2 + 1, min(17, longest), 1]
     return [
-        GenerationRequest([source.randrange(vocabulary) for _ in range(length)], NEW_TOKENS, [], seed=number)
+        GenerationRequest([source.randrange(vocabulary) for _ in range(length)], new_tokens, [], seed=number)
         for number, length in enumerate(lengths)
     ]
