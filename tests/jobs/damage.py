@@ -134,7 +134,7 @@ def main(recipe_file: str, out: Path) -> None:
             )
             if how in ("flipped in its middle", "a folder"):
                 checkpoints = Checkpoints(
-                    MegatronEngine(), models, 1, RunLogger(folder, rank, Display("run", 1, None)), dist.group.WORLD
+                    MegatronEngine(), models, RunLogger(folder, rank, Display("run", 1, None)), dist.group.WORLD
                 )
                 said["resume"] = {"raised": None, "step": checkpoints.resume()[0]}
                 for tensor in policy.weights.tensors.values():

@@ -137,7 +137,7 @@ def train_run(recipe: Recipe, folder: RunFolder, faults: list[dict[str, Any]]) -
     live, guard = LiveSettings(recipe, run_record, {}, group), Guard(run_record)
     trainer = Trainer(recipe, MegatronEngine(), group, MadeUpSamples, guard)
     models = trainer.models
-    checkpoints = Checkpoints(MegatronEngine(), models.trained, recipe.train.dp, run_record, group)
+    checkpoints = Checkpoints(MegatronEngine(), models.trained, run_record, group)
     recorder = StepRecorder(models.trained, models.policy.is_reporting_rank, folder, group)
     train_rl(trainer, live, checkpoints, StepLog(trainer, run_record, recorder, guard, group))
     for fault in faults:

@@ -39,7 +39,7 @@ class Written:
 
 @pytest.fixture
 def checkpoints(tmp_path: Path, alone: dist.ProcessGroup) -> Checkpoints:
-    return Checkpoints(MegatronEngine(), {}, 1, RunLogger(RunFolder(tmp_path), 0, Display("run", 1, None)), alone)
+    return Checkpoints(MegatronEngine(), {}, RunLogger(RunFolder(tmp_path), 0, Display("run", 1, None)), alone)
 
 
 class Together(RuntimeError):

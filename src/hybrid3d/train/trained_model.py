@@ -249,8 +249,8 @@ class TrainEngine(Protocol):
         """Load only the weights of these models. Raises the errors of `load_checkpoint`."""
         ...
 
-    def bytes_expected(self, models: TrainedModels, replicas: int, group: dist.ProcessGroup) -> int:
-        """Estimate the bytes of a checkpoint of models of which so many replicas hold the same weights."""
+    def bytes_expected(self, models: TrainedModels, group: dist.ProcessGroup) -> int:
+        """Estimate the bytes of a checkpoint."""
         ...
 
     def host_bytes(self, models: TrainedModels, sharding: str) -> int:

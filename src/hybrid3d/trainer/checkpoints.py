@@ -40,7 +40,6 @@ class Checkpoints:
         self,
         engine: TrainEngine,
         models: TrainedModels,
-        replicas: int,
         record: RunLogger,
         group: dist.ProcessGroup,
         identity: RunIdentity | None = None,
@@ -49,13 +48,12 @@ class Checkpoints:
         """
         Args:
             engine: which has built the models.
-            replicas: the ranks that hold the same weights, from which the size of the first checkpoint is estimated.
             group: all ranks that hold shards of the models.
             identity: of the run, on the first rank; checkpoints of another run are refused, and new ones get it.
             sharding: how optimizers are saved, as `run.optimizer_sharding` names it.
         """
         self._identity, self._sharding = identity, sharding
-        self._engine, self._models, self._replicas, self._group = engine, models, replicas, group
+        self._engine, self._models, self._group = engine, models, group
         self._record = record
         self._writing: CheckpointWriter | None = None
         self._updates = 0  # the number of updates before the checkpoint that is being written
@@ -210,7 +208,7 @@ class Checkpoints:
     def _check_free_space(self, path: Path, updates: int) -> None:
         """Warn if the disk has less free space than the checkpoint will probably take."""
         earlier = self._steps()
-        expected = 0 if earlier else self._engine.bytes_expected(self._models, self._replicas, self._group)
+        expected = 0 if earlier else self._engine.bytes_expected(self._models, self._group)
         if not self._first_rank:  # one rank is enough for a file system that all share
             return
         last = checkpoint_folder(self._record.folder, earlier[-1]) if earlier else None

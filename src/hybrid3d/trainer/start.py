@@ -209,9 +209,9 @@ def _train_rl(
     assert models is not None, "with a guard it trains"
     record.data({"train": trainer.train, **trainer.held_out})
     identity = _identity(live, record, group)
-    engine, replicas = train_engine(), recipe.train.dp * recipe.train.cp
+    engine = train_engine()
     sharding = _decide_sharding(recipe, engine, models.trained, record, group)
-    checkpoints = Checkpoints(engine, models.trained, replicas, record, group, identity, sharding)
+    checkpoints = Checkpoints(engine, models.trained, record, group, identity, sharding)
     recorder = StepRecorder(models.trained, models.policy.is_reporting_rank, record.folder, group, identity)
     train_rl(trainer, live, checkpoints, StepLog(trainer, record, recorder, guard, group))
 
@@ -232,9 +232,9 @@ def _train_on_data(
         updates = DpoUpdates(recipe, policy, reference_of(engine, recipe, policy, rank) if uses_reference else None)
     else:
         updates = SftUpdates(recipe, policy)
-    replicas, identity = recipe.train.dp * recipe.train.cp, _identity(live, record, group)
+    identity = _identity(live, record, group)
     sharding = _decide_sharding(recipe, engine, {"policy": policy}, record, group)
-    checkpoints = Checkpoints(engine, {"policy": policy}, replicas, record, group, identity, sharding)
+    checkpoints = Checkpoints(engine, {"policy": policy}, record, group, identity, sharding)
     train_on_data(updates, policy, live, guard, checkpoints, record, group)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject, is_main_replica
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from torch.distributed.checkpoint.api import CheckpointException
@@ -111,16 +112,20 @@ def host_bytes(models: Models, sharding: str) -> int:
     return sum(tensor.numel() for tensor in tensors) * OPTIMIZER_BYTES if sharding == FULLY_RESHARDABLE else 0
 
 
-def bytes_expected(models: Models, replicas: int, group: dist.ProcessGroup) -> int:
+def bytes_expected(models: Models, group: dist.ProcessGroup) -> int:
     """Estimate the bytes of a checkpoint: weights, and Adam's moments and main weights in float32.
 
-    Args:
-        replicas: the data-parallel times the context-parallel size; all replicas hold the same weights.
+    Each shard counts once, on the rank that writes it: experts have other replicas than the rest of a model.
     """
-    tensors = [tensor for model in models.values() for tensor in model.trained_weights.tensors.values()]
-    local = torch.tensor(sum(t.numel() * (t.element_size() + OPTIMIZER_BYTES) for t in tensors))
+    with on_device():
+        for model in models.values():
+            model.onload("parameters")
+        stages = [shards for model in models.values() for shards in _weights(model).values()]
+    shards = [shard for of_stage in stages for shard in of_stage.values() if not isinstance(shard, ShardedObject)]
+    written = [shard.data for shard in shards if is_main_replica(shard.replica_id)]
+    local = torch.tensor(sum(t.numel() * (t.element_size() + OPTIMIZER_BYTES) for t in written))
     dist.all_reduce(local, group=group)
-    return int(local) // replicas
+    return int(local)
 
 
 class CheckpointUnloadable(RuntimeError):

@@ -64,8 +64,8 @@ class MegatronEngine:
     def load_weights(self, models: TrainedModels, folder: Path, group: dist.ProcessGroup) -> None:
         checkpoint.load_weights(_own(models), folder, group)
 
-    def bytes_expected(self, models: TrainedModels, replicas: int, group: dist.ProcessGroup) -> int:
-        return checkpoint.bytes_expected(_own(models), replicas, group)
+    def bytes_expected(self, models: TrainedModels, group: dist.ProcessGroup) -> int:
+        return checkpoint.bytes_expected(_own(models), group)
 
     def host_bytes(self, models: TrainedModels, sharding: str) -> int:
         return checkpoint.host_bytes(_own(models), sharding)
