@@ -20,11 +20,10 @@ from hybrid3d.scoring.function_scorer import FunctionScorer
 from hybrid3d.scoring.scorer import Given, Scorer
 from hybrid3d.sync import Sync, WeightSync
 from hybrid3d.sync.compose import ChainedSync
-from hybrid3d.train.megatron.engine import MegatronEngine
 from hybrid3d.train.megatron.policy import Policy
 from hybrid3d.train.megatron.value_model import ValueModel
 from hybrid3d.train.model_scorer import ModelScorer
-from hybrid3d.train.trained_model import PolicyModel, ScoringModel, TrainedModel, TrainEngine
+from hybrid3d.train.trained_model import PolicyModel, ScoringModel, TrainedModel
 from hybrid3d.trainer.local_generator import LocalGenerator
 from hybrid3d.trainer.remote_generator import RemoteGenerator
 from hybrid3d.trainer.scorers import OfFirstRank
@@ -38,7 +37,6 @@ SOURCES: tuple[type[WeightSource], ...] = (PlainSource, NoSource, Only, Merged, 
 SINKS: tuple[type[WeightSink], ...] = (PlainSink, NoSink, VllmSink, VllmAdapterSink)
 EXCHANGES: tuple[type[Exchange], ...] = (GroupExchange,)
 SYNCS: tuple[type[Sync], ...] = (WeightSync, ChainedSync)
-TRAIN_ENGINES: tuple[type[TrainEngine], ...] = (MegatronEngine,)
 TRAINED_MODELS: tuple[type[TrainedModel], ...] = (Policy, ValueModel)
 POLICIES: tuple[type[PolicyModel], ...] = (Policy,)
 SCORING_MODELS: tuple[type[ScoringModel], ...] = (ValueModel,)

@@ -114,7 +114,7 @@ def first_checkpoint(record: Record, device: str) -> None:
             first, second = (one_rank.make_policy(config, recipe) for recipe in recipes)
             before = {name: tensor.detach().clone() for name, tensor in first.weights.tensors.items()}
             saved = Path(path) / f"saved-{dtype}"
-            checkpoint.save({"policy": first}, saved, {"step": 0}, group)
+            checkpoint.begin({"policy": first}, saved, {"step": 0}, group).finish()
             moved = [
                 name for name, tensor in first.weights.tensors.items() if one_rank.bits_differ(tensor, before[name])
             ]

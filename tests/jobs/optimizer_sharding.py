@@ -56,7 +56,7 @@ def save(spec: dict[str, Any], family: str, dtype: str, out: Path) -> dict[str, 
     found: dict[str, Any] = {"possible": checkpoint.can_shard_by_ranks(models, world)}
     found["host"] = {sharding: checkpoint.host_bytes(models, sharding) for sharding in FORMATS}
     for sharding in FORMATS:
-        checkpoint.save(models, out / sharding, {"told": sharding}, world, sharding)
+        checkpoint.begin(models, out / sharding, {"told": sharding}, world, sharding=sharding).finish()
     saved = state_of(policy)
     found["reports"] = [sft_step(policy, spec, train.dp) for _ in range(2)]
     went_on = state_of(policy)

@@ -384,7 +384,7 @@ def test_rate_that_is_set_follows_the_schedule_that_there_was() -> None:
 
 
 @pytest.mark.engines
-def test_rate_that_was_set_in_warmup_is_that_of_a_resume_too() -> None:
+def test_resume_in_warmup_has_the_rate_that_was_set() -> None:
     """The resumed schedule is built with the recipe's rate, and loads the other from the checkpoint."""
     from hybrid3d.train.megatron.model import _scheduler, _set_learning_rate
 

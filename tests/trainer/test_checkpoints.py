@@ -16,7 +16,7 @@ from hybrid3d.run.logger import RunLogger
 from hybrid3d.run.progress import Progress
 from hybrid3d.storage.disk import CheckpointWriteError
 from hybrid3d.storage.manifest import UnusableCheckpoint
-from hybrid3d.train.megatron.engine import MegatronEngine
+from hybrid3d.train.megatron import checkpoint
 from hybrid3d.trainer import checkpoints as trainer_checkpoints
 from hybrid3d.trainer.checkpoints import Checkpoints
 
@@ -39,7 +39,7 @@ class Written:
 
 @pytest.fixture
 def checkpoints(tmp_path: Path, alone: dist.ProcessGroup) -> Checkpoints:
-    return Checkpoints(MegatronEngine(), {}, RunLogger(RunFolder(tmp_path), 0, Display("run", 1, None)), alone)
+    return Checkpoints({}, RunLogger(RunFolder(tmp_path), 0, Display("run", 1, None)), alone)
 
 
 class Together(RuntimeError):
@@ -62,10 +62,10 @@ def test_checkpoint_that_its_owner_can_mend_is_not_set_aside(checkpoints: Any, m
     folder = checkpoint_folder(checkpoints._record.folder, 1)
     folder.mkdir(parents=True)
 
-    def link(self: object, models: object, path: Path, group: object) -> None:
+    def link(models: object, path: Path, group: object) -> None:
         raise UnusableCheckpoint(f"{path}: a.distcp is a symbolic link", raised_on_all_ranks=True)
 
-    monkeypatch.setattr(MegatronEngine, "load_checkpoint", link)
+    monkeypatch.setattr(checkpoint, "load", link)
     with pytest.raises(UnusableCheckpoint, match="symbolic link"):
         checkpoints._load_last_intact()
     assert folder.exists()

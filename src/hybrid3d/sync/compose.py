@@ -30,8 +30,8 @@ class SyncedModel(Protocol):
         """Return the source of the model's own weights that the rollout engine generates with."""
         ...
 
-    def adapter_source(self) -> WeightSource:
-        """Return the source of its adapters."""
+    def trained_source(self) -> WeightSource:
+        """Return the source of the weights that updates change: the adapters of a model that has some."""
         ...
 
     def merged(self) -> AbstractContextManager[None]:
@@ -57,7 +57,7 @@ class NoModel:
     def source(self) -> WeightSource:
         return NoSource()
 
-    adapter_source = source
+    trained_source = source
 
     def merged(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -136,7 +136,7 @@ def policy_sync(
     own = sync(source, sink)
     if not recipe.syncs_adapters:
         return own
-    return ChainedSync(once=own, then=sync(policy.adapter_source(), engine.adapter_sink()))
+    return ChainedSync(once=own, then=sync(policy.trained_source(), engine.adapter_sink()))
 
 
 def _changes_alone(recipe: Recipe) -> Callable[[Piece], bool]:

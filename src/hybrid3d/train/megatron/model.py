@@ -142,13 +142,8 @@ class MegatronModel:
         return PlainSource(self.weights.tensors, self.weights.holdings, buckets, self.changes)
 
     def trained_source(self) -> WeightSource:
-        """Return the source of the weights that updates change."""
+        """Return the source of the weights that updates change: the adapters of a model that has some."""
         return PlainSource(self.trained_weights.tensors, self.trained_weights.holdings)
-
-    def adapter_source(self) -> WeightSource:
-        """Return the source of this rank's adapters, which the model must have."""
-        assert self.adapters is not None, "only called for a model with adapters"
-        return self.trained_source()
 
     def spread(self, values: torch.Tensor) -> None:
         """Give the reporting rank's values, in place, to all ranks of its replica that have the output layer."""

@@ -5,7 +5,8 @@ Its entropy is that of a distribution over a vocabulary that is sharded over ten
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -34,7 +35,7 @@ from hybrid3d.train.megatron.router_replay import RouterReplay
 from hybrid3d.train.megatron.runtime import on_device
 from hybrid3d.train.megatron.source import ADAPTERS, megatron_weights
 from hybrid3d.train.micro_batches import MicroBatch
-from hybrid3d.train.trained_model import StepReport
+from hybrid3d.train.trained_model import BucketHook, StepReport
 
 
 def vocab_parallel_entropy(logits: torch.Tensor) -> torch.Tensor:
@@ -170,13 +171,21 @@ class Policy(MegatronModel):
             for stage in self.stages:
                 getattr(stage, ADAPTERS).unmerge()
 
-    def train_step(self, *args: Any, **options: Any) -> StepReport:
+    def train_step(
+        self,
+        batch: Batch,
+        token_loss: TokenLoss | None,
+        recipe: Recipe,
+        bucket_hook: BucketHook | None = None,
+        accepts_grad_norm: Callable[[float], bool] = math.isfinite,
+    ) -> StepReport:
+        step = partial(super().train_step, batch, token_loss, recipe, bucket_hook, accepts_grad_norm)
         if self._mtp is None:
-            return super().train_step(*args, **options)
+            return step()
         self.onload("parameters")
         self._mtp.begin_step()
         try:
-            return super().train_step(*args, **options)
+            return step()
         finally:
             self._mtp.end_step()
 
