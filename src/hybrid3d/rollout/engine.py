@@ -42,7 +42,6 @@ from hybrid3d.rollout.adapters import ADAPTER, VllmAdapterSink, adapter_settings
 from hybrid3d.rollout.fp8 import names_of, quantization_config
 from hybrid3d.rollout.router_replay import RoutedExperts
 from hybrid3d.rollout.sink import VllmSink
-from hybrid3d.rollout.sleep_allocator import load_sleep_allocator
 from hybrid3d.rollout.truncation import LOGPROBS, kept_probability
 
 T = TypeVar("T")
@@ -373,7 +372,9 @@ class RolloutEngine:
         """Return the bytes of GPU memory that vLLM has freed until it wakes; torch counts them as allocated still."""
         if not self._asleep:
             return 0
-        blocks = load_sleep_allocator().pointer_to_data.values()
+        from vllm.device_allocator.cumem import CuMemAllocator  # loads a library that builds for CPUs lack
+
+        blocks = CuMemAllocator.get_instance().pointer_to_data.values()
         return sum(block.handle[1] for block in blocks if block.is_asleep)
 
 
