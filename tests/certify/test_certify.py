@@ -15,7 +15,7 @@ from commands import ROOT, hybrid3d
 from hybrid3d import cli
 from hybrid3d.certify.findings import CHECKS, Findings, describe_difference
 from hybrid3d.certify.task import raw_recipe
-from hybrid3d.certify.tiny_config import shrunk
+from hybrid3d.certify.tiny_models import shrunk
 from hybrid3d.config import read_recipe
 from hybrid3d.families import family_of
 from hybrid3d.generation.engine import Completion

@@ -7,8 +7,8 @@ from typing import Any, Literal
 import torch
 
 from gpu.engines import ANSWER, recipe_of_rank
+from gpu.models import CONFIGS
 from hybrid3d import distributed
-from hybrid3d.certify.tiny_models import CONFIGS
 from hybrid3d.config import Train
 from hybrid3d.generation.engine import GenerationRequest, Sampling, complete
 from hybrid3d.reshard.files import load_files

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from gpu import one_rank
+from gpu.models import CONFIGS
 from gpu.record import Record
-from hybrid3d.certify.tiny_models import CONFIGS, write_checkpoint
+from hybrid3d.certify.tiny_models import write_checkpoint
 from hybrid3d.config import Recipe
 from hybrid3d.rl.objective import sft_loss
 from hybrid3d.train.megatron import checkpoint

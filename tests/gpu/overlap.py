@@ -16,8 +16,9 @@ import torch
 from gpu import one_rank
 from gpu.comparisons import Interval, in_both
 from gpu.host_waits import no_synchronization
+from gpu.models import SIZES
 from gpu.record import Record
-from hybrid3d.certify.tiny_models import SIZES, write_checkpoint
+from hybrid3d.certify.tiny_models import write_checkpoint
 from hybrid3d.config import Recipe, Sync
 from hybrid3d.reshard.ends import PlainSink
 from hybrid3d.reshard.move.device import SideStream, Stream, synchronize

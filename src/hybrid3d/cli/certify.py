@@ -78,8 +78,7 @@ def _prepare(options: argparse.Namespace) -> tuple[Recipe, RunFolder, Subject]:
     model = path_argument(options.model, "MODEL")
     warnings = touch_points.check_engines()
     from hybrid3d.certify.task import Subject, raw_recipe, with_model
-    from hybrid3d.certify.tiny_config import shrunk
-    from hybrid3d.certify.tiny_models import write_config
+    from hybrid3d.certify.tiny_models import shrunk, write_config
     from hybrid3d.inputs.checks import check_model
     from hybrid3d.inputs.models import read_config
 
