@@ -15,8 +15,8 @@ import yaml
 
 from hybrid3d import cli, families
 from hybrid3d.config import load_recipe
-from hybrid3d.families import Config, RowRange
-from hybrid3d.families.family import RowMap, SameTensor
+from hybrid3d.families import Config
+from hybrid3d.families.family import RowMap, RowRange, SameTensor
 from hybrid3d.launch.preflight import check_run
 from hybrid3d.reshard.file_index import CheckpointError
 from run_ranks import environment

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from commands import EXPERTS, ROOT, experts_folder, hybrid3d, read_rows
 from hybrid3d.families import family_of
-from hybrid3d.families.deepseek import COUNTS
+from hybrid3d.families.shared_experts import COUNTS
 from hybrid3d.inputs.export import copy_config_and_tokenizer, export_entries
 from hybrid3d.reshard.file_index import CheckpointError, read_index
 from hybrid3d.reshard.files import CheckpointReader, copy_tensors, create_files, file_holdings, file_pieces, load_files
