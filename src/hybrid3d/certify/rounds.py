@@ -15,7 +15,6 @@ from hybrid3d import distributed
 from hybrid3d.bench.values import SyntheticWeights
 from hybrid3d.certify.findings import Findings, join
 from hybrid3d.config import Recipe
-from hybrid3d.families import family_of
 from hybrid3d.generation.engine import Completion, GenerationRequest
 from hybrid3d.inputs.models import read_config
 from hybrid3d.reshard.delta.changes import Changes, pack_bits
@@ -105,7 +104,6 @@ class Certification:
         self._recipe, self._group, self._folder = recipe, group, folder
         config = read_config(recipe.model.path)
         self._policy = Policy(config, recipe, group.rank(), trainable=False)
-        self._has_experts = family_of(config).experts(config) is not None
         self._engine = RolloutEngine(recipe, group.rank(), distributed.run_id(), slots)
         self._inspection = Inspection(self._engine)
         self._weights = NoisyWeights(self._policy.weights)
@@ -186,7 +184,8 @@ class Certification:
                 values = old.read(piece)
                 if piece.name in dtypes:
                     values = values.to(getattr(torch, dtypes[piece.name]))
-                self.findings.compare("load", {piece.name: new.read(piece)}, {piece.name: values.to(_dtype(piece))})
+                values = values.to(getattr(torch, piece.dtype))
+                self.findings.compare("load", {piece.name: new.read(piece)}, {piece.name: values})
 
     def _compare_export(self, exported: Path) -> None:
         """Read the exported files as a new run would, and compare each piece with Megatron's."""
@@ -230,9 +229,10 @@ class Certification:
             for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
         ]
         differing = torch.cat(differences).abs()
-        mean, bound = differing.mean().item(), MAX_EXPLAINED_MISMATCH[self._recipe.model.dtype][self._has_experts]
+        mean, dtype = differing.mean().item(), self._recipe.model.dtype
+        bound = MAX_EXPLAINED_MISMATCH[dtype][self._policy.has_experts]
         self.mismatch = max(self.mismatch, mean)
-        problem = f"log-probabilities differ by {mean:.4g} nats on average, and {self._recipe.model.dtype} explains"
+        problem = f"log-probabilities differ by {mean:.4g} nats on average, and {dtype} explains"
         wrong = [] if mean <= bound else [f"{problem} at most {bound:g}"]
         self.findings.count("engines", differing.numel(), 0, wrong)
 
@@ -263,11 +263,6 @@ def can_compute(recipe: Recipe) -> bool:
     """Return whether vLLM can compute with this layout here: 0.32 crashes on a CPU where ranks share experts."""
     assert recipe.rollout is not None
     return not recipe.rollout.expert_parallel or torch.cuda.is_available()
-
-
-def _dtype(piece: Any) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, piece.dtype)
-    return dtype
 
 
 def describe_answers(live: Completion, fresh: Completion) -> str:
