@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -49,6 +50,10 @@ def odd(answer, reference, prompt):
         case "one": return numpy.float32(0.25)
         case "true": return True
         case "who": return float(os.getpid())
+    return float(answer)
+
+def pause(answer, reference, prompt):
+    time.sleep(0.3)
     return float(answer)
 
 def equal(answer, reference, prompt):
@@ -293,6 +298,41 @@ def test_process_that_is_killed_between_batches_is_replaced(victim: str) -> None
         assert score(scorer, items("1", "2", "3")) == Scores([1.0, 2.0, 3.0], {}, {})
 
 
+BATCH = """\
+import time
+from types import SimpleNamespace
+from hybrid3d.scoring import pool_server
+
+if __name__ == "__main__":
+    # A clock on which each call takes a quarter of an hour
+    pool_server.time = SimpleNamespace(monotonic=lambda: 3000 * time.monotonic(), sleep=time.sleep)
+    pool = pool_server.Pool("mine:pause", "reward", workers=1, seconds=10.0)
+    print(pool.call([(number, "", "") for number in "1234567"]))
+    pool.close()
+"""
+
+
+def test_calls_of_a_batch_have_no_limit_together(mine: Path) -> None:
+    (mine / "batch.py").write_text(BATCH)
+    done = subprocess.run([sys.executable, "batch.py"], stdout=subprocess.PIPE, text=True, timeout=60, env=ENVIRONMENT)
+    results = [(float(number), "", "") for number in range(1, 8)]
+    assert (done.returncode, done.stdout) == (0, f"imported\n{results}\n")
+
+
+@pytest.mark.parametrize(("workers", "answers", "seconds"), [(2, 1024, 10.0), (64, 65, 300.0), (8, 1, 0.5)])
+def test_pool_waits_until_all_workers_may_have_hung(
+    workers: int, answers: int, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker is started for each call, and its module takes as long to import as it may."""
+    limits = list[float]()
+    results = [(1.0, "", "")] * answers
+    connection = SimpleNamespace(send=len, poll=lambda limit: not limits.append(limit), recv=lambda: results)
+    client = pool_client.ProcessPoolClient("mine:odd", "reward", workers, seconds)
+    monkeypatch.setattr(client, "_ensure_server", lambda: (None, connection))
+    assert client.call(items(*["1"] * answers)) == results
+    assert limits == [pytest.approx(120 + math.ceil(answers / workers) * (120 + seconds))]
+
+
 @pytest.mark.usefixtures("mine")
 def test_pool_that_itself_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_client, "START_SECONDS", 1)
@@ -303,7 +343,7 @@ def test_pool_that_itself_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         server = next(pid for pid in descendants(os.getpid()) if pid not in before)
         os.kill(server, signal.SIGSTOP)
         assert score(scorer, items("1", "2")) == Scores(
-            [-1.0, -1.0], {"hung": 2}, {"hung": "the pool's server did not reply within 2 s"}
+            [-1.0, -1.0], {"hung": 2}, {"hung": "the pool's server did not reply within 2.5 s"}
         )
         server = score(scorer, items("1")) and next(pid for pid in descendants(os.getpid()) if pid not in before)
         killer = threading.Timer(0.2, os.kill, (server, signal.SIGKILL))

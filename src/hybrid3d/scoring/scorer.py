@@ -164,7 +164,6 @@ def ask_all(
     owners: Callable[[], Sequence[Owner]],
     prompts: Sequence[Sequence[int]],
     ask: Callable[[Mapping[Owner, list[int]]], Mapping[Owner, T]],
-    most: int = 2**31,
 ) -> Iterator[tuple[list[int], T]]:
     """Divide prompts among owners, and yield numbers of answers and what was returned; a lost one's are asked again.
 
@@ -172,13 +171,10 @@ def ask_all(
         owners: returns those that are there now, at least one; it is called before each round.
         prompts: of each the numbers of its answers, which one owner gets together.
         ask: called with the numbers that each owner gets; what it returns lacks those that are lost.
-        most: how many prompts an owner gets in a round.
     """
     while prompts:
-        present = owners()
-        shares = shares_of(present, prompts[: most * len(present)])
+        shares = shares_of(owners(), prompts)
         numbers = {owner: [i for prompt in share for i in prompt] for owner, share in shares.items()}
         found = ask(numbers)
         yield from ((numbers[owner], result) for owner, result in found.items())
-        lost = [prompt for owner, share in shares.items() if owner not in found for prompt in share]
-        prompts = [*lost, *prompts[most * len(present) :]]
+        prompts = [prompt for owner, share in shares.items() if owner not in found for prompt in share]

@@ -21,8 +21,6 @@ from hybrid3d.run.logger import RunLogger
 from hybrid3d.run.memory import meter
 from hybrid3d.scoring.code import sandbox
 from hybrid3d.scoring.function_scorer import FunctionScorer
-from hybrid3d.scoring.pool_client import GRACE_SECONDS
-from hybrid3d.scoring.pool_worker import BATCH_SECONDS
 from hybrid3d.scoring.scorer import Query, Scorer, Scores, ask_all, by_prompt, together
 from hybrid3d.watch.heartbeat import enter_phase
 from hybrid3d.workers.channel import Connection
@@ -104,10 +102,7 @@ class RewardWorkers(RoleClient):
 
     def __init__(self, recipe: Recipe, store: Store, record: RunLogger):
         super().__init__(recipe, store, record, "reward")
-        reward = recipe.reward
-        self._runs_code = reward.name == "code"
-        # How many answers a rank can score within the time limit of a batch, however long each of them takes
-        self._most = max(1, int(BATCH_SECONDS // (reward.timeout_seconds + GRACE_SECONDS))) * reward.workers
+        self._runs_code = recipe.reward.name == "code"
         self._asked: list[WorkerGroup] = []  # in the last call
 
     def score(self, queries: Sequence[Query], scorer: str) -> Scores:
@@ -116,8 +111,6 @@ class RewardWorkers(RoleClient):
         Args:
             scorer: `model`, the reward model, or `function`.
         """
-        prompts = by_prompt(queries)
-        most = max(1, self._most // max(map(len, prompts), default=1)) if scorer == "function" else len(prompts)
 
         def ask(numbers: Mapping[WorkerGroup, list[int]]) -> Mapping[WorkerGroup, Scores]:
             calls = {
@@ -126,7 +119,7 @@ class RewardWorkers(RoleClient):
             }
             return {group: first.scores[0] for group, (first, *_) in self._receive(self._send(calls)).items()}
 
-        return together(ask_all(self._wait_for_groups, prompts, ask, most))
+        return together(ask_all(self._wait_for_groups, by_prompt(queries), ask))
 
     def _wait_for_groups(self) -> list[WorkerGroup]:
         """Return the groups that are ready, after waiting for one; the first time, for all of them."""
