@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import mistral_common
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from sentencepiece import SentencePieceProcessor
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -21,7 +23,7 @@ from hybrid3d.generation.agents.sessions import SessionPool
 from hybrid3d.generation.engine import Completion, Sampling
 from hybrid3d.generation.stops import Stops, check_stops, find_stops, pause_tokens
 from hybrid3d.generation.turns import Trajectory, Turns
-from hybrid3d.rl.data import Example, encode_pair, encode_prompt
+from hybrid3d.rl.data import Example, PromptData
 from hybrid3d.rl.token_texts import TokenTexts, decode_part, encode_part
 from hybrid3d.scoring.environments import Reply
 
@@ -219,14 +221,16 @@ def test_environment_reads_and_writes_as_in_one_text(
 
 @pytest.mark.parametrize("form", FORMS)
 def test_answer_of_sft_begins_without_a_blank(
-    form: str, sentencepiece: dict[str, Any], reference: SentencePieceProcessor
+    form: str, sentencepiece: dict[str, Any], reference: SentencePieceProcessor, tmp_path: Path
 ) -> None:
     tokenizer, prompt = sentencepiece[form], "<|user|>\nAre you there?\n<|assistant|>\n"
-    tokens, count = encode_pair(
-        tokenizer, Example(0, prompt, "The answer", tuple(encode_prompt(tokenizer, prompt))), 99
+    pq.write_table(pa.table({"q": [prompt], "a": ["The answer"]}), tmp_path / "data.parquet")
+    data = PromptData.read(
+        tmp_path / "data.parquet", tokenizer, prompt="q", answer="a", max_prompt_tokens=99, max_tokens=99
     )
+    (tokens,) = data.examples[0].trained
     assert list(tokens) == [*reference.encode(f"{prompt}The answer"), tokenizer.eos_token_id]
-    assert count == len(reference.encode(prompt))
+    assert len(data.examples[0].prompt_ids) == len(reference.encode(prompt))
 
 
 MIXTRAL = (  # whose template writes a blank before a reply

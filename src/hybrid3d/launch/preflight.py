@@ -33,7 +33,6 @@ from hybrid3d.reshard.move.nixl_agent import load_nixl
 from hybrid3d.reshard.plan.layout import Shape
 from hybrid3d.rl.data import MAX_ROWS_IN_MESSAGE, PromptData
 from hybrid3d.rl.data_files import DataError
-from hybrid3d.rl.preference_data import PairData
 from hybrid3d.run.folder import RunFolder, checkpoint_folder, recorded_folder
 from hybrid3d.run.trackers import find_problems
 from hybrid3d.scoring.function_scorer import check_reward
@@ -190,7 +189,7 @@ def check_data_references(recipe: Recipe, train: PromptData, held_out: Mapping[s
         refused = check_references(recipe.reward.name, ((example.row, example.answer) for example in data.examples))
         if refused:
             first = [f"  row {row} (from 0): {reason}" for row, reason in list(refused.items())[:MAX_ROWS_IN_MESSAGE]]
-            column = recipe.data.chosen if isinstance(data, PairData) else recipe.data.answer
+            column = recipe.data.chosen if data.examples[0].rejected_ids else recipe.data.answer
             message = (
                 f"{path}: reward.name={recipe.reward.name} cannot use {len(refused)} of "
                 f"{len(data.examples)} references in column {column!r}: fix or remove these rows"
