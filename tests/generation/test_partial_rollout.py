@@ -451,7 +451,8 @@ def test_engine_generates_other_answers_while_an_environment_thinks(
 
 def test_waiting_for_replies_ends_with_the_run(alone: dist.ProcessGroup) -> None:
     engine: Any = Engine(lambda prompt, answer: 3)
-    turns = Turns(recipe_of(), engine, Tokenizer(eos_token_id=END), alone)
+    tokenizer = Tokenizer(eos_token_id=END, encode=lambda text, **_: [], decode=lambda tokens, **_: "")
+    turns = Turns(recipe_of(), engine, tokenizer, alone)
     settings = Async(max_staleness=1, partial="continue")
     partial = Scheduler(engine, Prompts(Conversations(turns, waves=False), settings), settings)
     assert partial.advance([], 0, 0, Sampling(), None, gives=True) == Answers()  # a replica that has no prompts

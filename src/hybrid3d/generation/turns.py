@@ -17,16 +17,15 @@ from hybrid3d.distributed import broadcast_object
 from hybrid3d.generation.engine import Completion, Engine, GenerationRequest, Sampling
 from hybrid3d.generation.samples import AnswerTokens, Sample
 from hybrid3d.generation.scheduler import News, Prompt
-from hybrid3d.generation.stops import Stops, find_stops, pause_tokens
+from hybrid3d.generation.stops import Stops, ends_with_stop, find_stops, pause_tokens
 from hybrid3d.rl.data import Example
-from hybrid3d.rl.token_texts import decode_part, encode_part
+from hybrid3d.rl.token_texts import TokenTexts, decode_part, encode_part
 from hybrid3d.scoring.environments import (
     ConversationItem,
     EnvironmentRunner,
     Reply,
     check_environment,
     completed,
-    ends_with_stop,
 )
 
 POLL_SECONDS = 0.05  # while all answers wait for replies
@@ -113,7 +112,7 @@ class Turns:
             # The stop strings are in a user's module, which no rank imports: a process of its own loads it once.
             stops = check_environment(rollout.environment) if group.rank() == 0 else None
             self._stops = find_stops(tokenizer, broadcast_object(stops, group) or ())
-        self._stop_tokens = pause_tokens(tokenizer, self._stops)
+        self._stop_tokens = pause_tokens(TokenTexts(tokenizer), self._stops)
         self._ends = find_stops(tokenizer, rollout.stop)
 
     @property
