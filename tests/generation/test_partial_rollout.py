@@ -153,6 +153,19 @@ def test_stop_that_an_interruption_cuts_in_two_ends_an_answer(alone: dist.Proces
     assert all(request.prompt_ids[0] for request, _ in engine.running.values())
 
 
+def test_prompts_of_a_batch_are_drawn_together(alone: dist.ProcessGroup) -> None:
+    engine, drawn = Engine(lambda prompt, answer: 5), list[int]()
+    rollouts = rollouts_on(engine, alone, recipe_of())
+    batch = rollouts.train.batch
+    rollouts.train.batch = lambda number, prompts: drawn.append(number) or batch(number, prompts)  # type: ignore
+    made = rollouts.generate_batch(0, 0, recipe_of())
+    assert drawn == [*range(made.batches)]
+    engine.version = 1
+    rollouts.restore([(7, 1), (8, 0), (7, 3)])
+    rollouts.generate_batch(1, made.batches, recipe_of())
+    assert sorted(number for number in drawn if number > 6) == [7, 8]
+
+
 def test_step_trains_first_complete_prompts_while_others_go_on(alone: dist.ProcessGroup) -> None:
     """The answers to prompt 0 have 12 tokens, all others 5."""
     batches, engine = run(recipe_of(), lambda prompt, answer: 5 if prompt else 12, 3, alone)

@@ -85,11 +85,16 @@ class Trajectory(AnswerTokens):
         self.stopped = completion.stopped
 
 
+def seed_of(text: str) -> int:
+    """Return the seed of what a text names, which is equal in every layout."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
+
+
 def seed_of_request(seed: int | None, number: int) -> int | None:
     """Return the seed of an answer's request by its number; the first has the answer's, None if that is greedy."""
     if seed is None or number == 0:
         return seed
-    return int.from_bytes(hashlib.sha256(f"{seed}/{number}".encode()).digest()[:4], "little")
+    return seed_of(f"{seed}/{number}")
 
 
 class Turns:
