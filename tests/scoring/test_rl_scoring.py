@@ -191,7 +191,8 @@ def test_reward_too_large_for_float32_is_named_with_its_row() -> None:
         "not_a_number": "row 5: nan (float)",
     }
     assert numpy.isfinite(numpy.float32(LARGEST_REWARD) * numpy.float32(2**20))
-    of_model = scores_of([0.5, math.nan, -math.inf, 1e31], default=0.0).naming([None, 7, 8, None])
+    queries = [Query("", "", "", row=row) for row in (None, 7, 8, None)]
+    of_model = scores_of(queries, [0.5, math.nan, -math.inf, 1e31], default=0.0)
     assert of_model.rewards == [0.5, 0.0, 0.0, 0.0]
     assert of_model.failures == {"not_a_number": 2, "too_large": 1}
     assert of_model.examples == {"not_a_number": "row 7: nan", "too_large": "1e+31"}

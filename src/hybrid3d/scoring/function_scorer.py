@@ -38,8 +38,7 @@ class FunctionScorer:
         items = [(query.answer, query.reference, query.prompt) for query in queries]
         if self._function is not None:
             return Scores([float(self._function(*item)) for item in items])
-        scores = scores_of_results(cast("list[Result]", self._pool.call(items)), self._default)
-        return scores.naming([query.row for query in queries])
+        return scores_of_results(queries, cast("list[Result]", self._pool.call(items)), self._default)
 
     def close(self) -> None:
         """End all processes; the next batch starts them again."""

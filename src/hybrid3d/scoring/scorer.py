@@ -60,19 +60,11 @@ class Scores:
             ended, with any exit code), `not_a_number` (also no finite one), `too_large`, and for a batched function
             `wrong_count` and `wrong_type` (no list, tuple or 1-D array).
         examples: the first message of each kind.
-        places: the numbers of the answers that these are of.
     """
 
     rewards: list[float]
     failures: dict[str, int] = field(default_factory=dict)
     examples: dict[str, str] = field(default_factory=dict)
-    places: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
-
-    def naming(self, rows: Sequence[int | None]) -> Scores:
-        """Return the same with the rows in messages: those of the answers' prompts in their file, where known."""
-        told = {kind: rows[self.places[kind]] if kind in self.places else None for kind in self.examples}
-        named = {kind: f"row {told[kind]}: " if told[kind] is not None else "" for kind in self.examples}
-        return replace(self, examples={kind: f"{named[kind]}{text}" for kind, text in self.examples.items()}, places={})
 
 
 class Scorer(Protocol):
@@ -116,19 +108,22 @@ Result = tuple[float | None, str, str]
 """A reward, the kind of its failure, or "", and a message of it."""
 
 
-def scores_of(rewards: Sequence[float], default: float) -> Scores:
+def scores_of(queries: Sequence[Query], rewards: Sequence[float], default: float) -> Scores:
     """Return numbers as scores, those of a reward model; those that can be no reward have failed."""
-    return scores_of_results([(reward, unusable(reward), f"{reward:g}") for reward in rewards], default)
+    return scores_of_results(queries, [(reward, unusable(reward), f"{reward:g}") for reward in rewards], default)
 
 
-def scores_of_results(results: Sequence[Result], default: float) -> Scores:
-    """Return the scores of rewards, some of which may have failed."""
-    failed = [(kind, message, place) for place, (_, kind, message) in enumerate(results) if kind]
+def scores_of_results(queries: Sequence[Query], results: Sequence[Result], default: float) -> Scores:
+    """Return the scores of rewards, some of which may have failed; messages name rows where they are known."""
+    failed = [
+        (kind, message if query.row is None else f"row {query.row}: {message}")
+        for query, (_, kind, message) in zip(queries, results, strict=True)
+        if kind
+    ]
     return Scores(
         rewards=[default if kind else cast(float, reward) for reward, kind, _ in results],
-        failures=dict(Counter(kind for kind, *_ in failed)),
-        examples={kind: message for kind, message, _ in reversed(failed)},  # the first of each kind
-        places={kind: place for kind, _, place in reversed(failed)},
+        failures=dict(Counter(kind for kind, _ in failed)),
+        examples=dict(reversed(failed)),  # the first of each kind
     )
 
 
