@@ -14,7 +14,7 @@ from typing import Any
 
 from hybrid3d.config import Rollout
 from hybrid3d.generation.samples import AnswerTokens
-from hybrid3d.rl.chats import without_nulls
+from hybrid3d.rl.chats import InvalidRow, render
 from hybrid3d.rl.data import encode_prompt
 from hybrid3d.rl.token_texts import decode_part, encode_part
 
@@ -196,13 +196,9 @@ class History:
         if not self._tokenizer.chat_template:
             raise NoChatTemplate("the checkpoint's tokenizer has no chat template: use /v1/completions")
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    without_nulls(messages), add_generation_prompt=not ends, tokenize=False
-                )
-            )
-        except Exception as error:  # a template is a program of the checkpoint's, and raises what it wants to
-            raise NoChatTemplate(f"the chat template does not accept the messages: {error}") from None
+            return render(self._tokenizer, messages, reply_follows=not ends)
+        except InvalidRow as error:
+            raise NoChatTemplate(f"the chat template does not accept the messages: {error.__cause__}") from None
 
     def _add(self, branch: Branch) -> Branch:
         self.branches.append(branch)
