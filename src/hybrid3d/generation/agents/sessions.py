@@ -25,9 +25,9 @@ from hybrid3d.generation.agents.history import (
     NoSession,
     RefusedCall,
     RunEnded,
+    check_length,
     no_room,
 )
-from hybrid3d.generation.agents.limits import check_length
 from hybrid3d.generation.agents.session import Pending, Session
 from hybrid3d.generation.engine import Completion, GenerationRequest, Sampling
 from hybrid3d.generation.scheduler import News
