@@ -16,8 +16,7 @@ from hybrid3d.reshard.sources import Compared, Merged, Only
 from hybrid3d.rollout.adapters import VllmAdapterSink
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.rollout.sink import VllmSink
-from hybrid3d.scoring.function_scorer import FunctionScorer
-from hybrid3d.scoring.scorer import Given, Scorer
+from hybrid3d.scoring.scorer import FunctionScorer, Given, Scorer
 from hybrid3d.sync import Sync, WeightSync
 from hybrid3d.sync.compose import ChainedSync
 from hybrid3d.train.megatron.engine import MegatronEngine

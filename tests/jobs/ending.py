@@ -2,6 +2,7 @@
 
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 from hybrid3d import distributed
@@ -9,8 +10,7 @@ from hybrid3d.config import load_recipe
 from hybrid3d.launch.rank import run_rank
 from hybrid3d.ledger import RankStart
 from hybrid3d.run.folder import RunFolder
-from hybrid3d.scoring.function_scorer import FunctionScorer
-from hybrid3d.scoring.scorer import Query
+from hybrid3d.scoring.scorer import FunctionScorer, Query
 from hybrid3d.watch.heartbeat import enter_phase
 
 recipe, folder, seconds = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
@@ -26,7 +26,7 @@ def task(start: RankStart) -> None:
 
     if rank == 1:
         time.sleep(3)  # in which a beat has told of the phase
-        with FunctionScorer("leaving:kills_its_pool", workers=1, timeout_seconds=20.0, default=0.0) as scorer:
+        with closing(FunctionScorer("leaving:kills_its_pool", workers=1, timeout_seconds=20.0, default=0.0)) as scorer:
             scores = scorer.score([Query("daemon", "", "")])
         (folder / "scores").write_text(str(scores.failures))
         return

@@ -17,8 +17,7 @@ from hybrid3d.generation.exchange import AnswerExchange
 from hybrid3d.generation.samples import held_samples
 from hybrid3d.generation.scheduler import Answers, Continuation, Prompt, Prompts, Scheduler
 from hybrid3d.generation.turns import Conversations, Turns
-from hybrid3d.scoring.function_scorer import FunctionScorer
-from hybrid3d.scoring.scorer import Query, Scores, ask_all, by_prompt, together
+from hybrid3d.scoring.scorer import FunctionScorer, Query, Scores, ask_all, by_prompt, together
 
 
 class NoReplicas(RuntimeError):

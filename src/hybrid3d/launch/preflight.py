@@ -35,8 +35,8 @@ from hybrid3d.rl.data import MAX_ROWS_IN_MESSAGE, PromptData
 from hybrid3d.rl.data_files import DataError
 from hybrid3d.run.folder import RunFolder, checkpoint_folder, recorded_folder
 from hybrid3d.run.trackers import find_problems
-from hybrid3d.scoring.function_scorer import check_reward
 from hybrid3d.scoring.functions import check_references
+from hybrid3d.scoring.scorer import check_reward
 from hybrid3d.storage.manifest import check_sizes, read_manifest
 
 MAX_DIFFERENCES = 20  # differing keys of two recipes that a message lists

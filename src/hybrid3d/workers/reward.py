@@ -20,8 +20,7 @@ from hybrid3d.process import new_engine_name, set_shared_memory_prefix
 from hybrid3d.run.logger import RunLogger
 from hybrid3d.run.memory import meter
 from hybrid3d.scoring.code import sandbox
-from hybrid3d.scoring.function_scorer import FunctionScorer
-from hybrid3d.scoring.scorer import Query, Scorer, Scores, ask_all, by_prompt, together
+from hybrid3d.scoring.scorer import FunctionScorer, Query, Scorer, Scores, ask_all, by_prompt, together
 from hybrid3d.watch.heartbeat import enter_phase
 from hybrid3d.workers.channel import Connection
 from hybrid3d.workers.messages import Call, Reply, Score, WithTexts
