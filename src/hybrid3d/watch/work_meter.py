@@ -162,7 +162,7 @@ def find_slow_ranks(works: Mapping[int, Work], sample_seconds: float) -> list[Sl
         ranks = [rank for rank, steps in of_ranks.items() if max(steps) >= newest - LATE]
         if len(ranks) < 2:
             continue
-        common = sorted(set.intersection(*(set(steps) for steps in of_ranks.values())))
+        common = sorted(set.intersection(*(set(of_ranks[rank]) for rank in ranks)))
         table = [_with_typical({rank: of_ranks[rank][step] for rank in ranks}, phase) for step in common]
         for rank in ranks:
             slow = _slowness([of_step[rank] for of_step in table], sample_seconds)
