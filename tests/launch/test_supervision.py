@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import warm_python
 from commands import ROOT, demo_folder, read_events, read_rows
-from hybrid3d.launch import child, rank_host, serving_rank
+from hybrid3d.config import load_recipe
+from hybrid3d.launch import child, rank_host, run_secret, serving_rank
 from hybrid3d.launch.local_ranks import run_ranks
 from hybrid3d.launch.policies import STOPPED
+from hybrid3d.launch.rank import _report_seen
 from hybrid3d.launch_environment import State
+from hybrid3d.ledger import share
 from hybrid3d.run import terminal
+from hybrid3d.run.folder import RunFolder
 from live_runs import child_of, ranks_of, recorded, started, wait_for_rows, wait_until
 from run_ranks import environment
 
@@ -84,6 +93,44 @@ def test_console_that_takes_nothing_is_given_up() -> None:
             file.close()
         except OSError:
             assert file.closed
+
+
+@pytest.mark.parametrize("event", [True, False])
+def test_ranks_that_stand_are_printed_on_a_full_disk(event: bool, tmp_path: Path) -> None:
+    folder, printed = RunFolder(tmp_path / "run"), StringIO()
+    if event:
+        folder.path.mkdir()
+    _report_seen(folder, terminal.plain_console(file=printed), "stalled", "rank 3 does not move", {"ranks": [3]})
+    assert printed.getvalue() == "rank 3 does not move\n"
+    assert folder.events.exists() is event
+
+
+def test_secret_that_was_just_replaced_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS says ESTALE of a file that another machine has replaced."""
+    said: list[Any] = [
+        OSError(errno.ESTALE, "Stale file handle"),
+        FileNotFoundError(errno.ENOENT, "none"),
+        b"old",
+        b"new",
+    ]
+    taken: list[bytes] = []
+
+    def read(path: Path, must_be_private: bool) -> bytes:
+        if isinstance(said[0], OSError):
+            raise said.pop(0)
+        return bytes(said.pop(0))
+
+    monkeypatch.setattr(run_secret, "_read", read)
+    monkeypatch.setattr(run_secret, "set_secret", taken.append)
+    monkeypatch.setattr(run_secret, "POLL_SECONDS", 0.0)
+    store = dist.HashStore()
+    share(store, 0, "secret's digest", lambda: hashlib.sha256(b"new").hexdigest())
+    run_secret.adopt_secret(load_recipe(DEMO), RunFolder(tmp_path), store, 1)
+    assert taken == [b"new"]
+    said[:] = [PermissionError(errno.EACCES, "Permission denied")]
+    monkeypatch.setattr(run_secret, "CLOSE_SECONDS", -1.0)
+    with pytest.raises(run_secret.SecretError, match=r"secret cannot be read \(Permission denied\): do all nodes"):
+        run_secret.adopt_secret(load_recipe(DEMO), RunFolder(tmp_path), store, 1)
 
 
 @pytest.mark.parametrize("redirected", [">/dev/full", ">&-", "| head -c 1", ">&- 2>&-"])

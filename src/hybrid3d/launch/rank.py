@@ -204,10 +204,10 @@ def _end_deadlock(folder: RunFolder, launched: bool, stderr: Console, message: s
 
 def _report_seen(folder: RunFolder, stderr: Console, event: str, message: str, fields: dict[str, object]) -> None:
     """Print which ranks do not move or are slow, and write an event of it in the folder of a run that trains."""
-    with suppress(OSError, CheckpointWriteError):
+    print_error(stderr, message)
+    with suppress(OSError, CheckpointWriteError):  # the disk may be full
         if folder.logs.parent == folder.path:  # not those of another command, such as `eval`
             folder.add_event(event, **fields)
-        print_error(stderr, message)
 
 
 def _log_as(rank: int) -> None:
