@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "scoring": {"errors", "process"},
     "watch": {"launch_environment", "process", "distributed", "ledger", "config"},
     "inputs": {"errors", "storage", "families", "reshard", "rl", "config"},
-    "generation": {"distributed", "rl", "config", "scoring"},
+    "generation": {"launch_environment", "distributed", "rl", "config", "scoring"},
     "train": {"patches", "storage", "families", "distributed", "reshard", "rl", "config", "scoring"},
     "rollout": {"patches", "families", "reshard", "config", "generation"},
     "weight_transfer": {"launch_environment", "patches", "distributed", "ledger", "reshard", "rollout"},

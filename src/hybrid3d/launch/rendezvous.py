@@ -247,7 +247,7 @@ def host_store(host: str, port: int = 0, timeout: timedelta = timedelta(minutes=
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    family, _, _, _, where = launch_environment.first_address(host, port)
     return socket.create_server(where[:2], family=family, backlog=2048)
 
 

@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d
 
 from hybrid3d import ledger
 from hybrid3d.distributed import clone_store, interface_of
-from hybrid3d.launch_environment import source_address
+from hybrid3d.launch_environment import first_address, source_address
 from hybrid3d.reshard import JsonExchange, Resharder, WeightSink, WeightSource
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # of the machine, for all of its containers
@@ -61,7 +61,7 @@ def host_store(address: str, port: int, timeout: float) -> TCPStore:
     Raises:
         OSError: nothing can listen there.
     """
-    family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    family, _, _, _, where = first_address(address, port)
     with socket.create_server(where[:2], family=family, backlog=2048) as listening:
         port = listening.getsockname()[1]
         return TCPStore(

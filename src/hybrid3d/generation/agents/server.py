@@ -25,6 +25,7 @@ from hybrid3d.generation.agents.history import NoChatTemplate, NoSession, Refuse
 from hybrid3d.generation.agents.program import KEY_VARIABLE, LOCAL_HOSTS, find_agent_problems
 from hybrid3d.generation.agents.requests import answer, events, read_request
 from hybrid3d.generation.agents.sessions import SessionPool
+from hybrid3d.launch_environment import first_address
 from hybrid3d.scoring.functions import LARGEST_REWARD
 
 T = TypeVar("T")
@@ -287,7 +288,7 @@ def _error(status: int, message: str, code: str, param: str | None) -> Response:
 def _listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens at an address."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = first_address(host, port)
         listening = socket.socket(family, kind, protocol)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
