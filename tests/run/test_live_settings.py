@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -492,6 +494,31 @@ def test_memory_runs_out_again_and_again(recipe: Recipe, tmp_path: Path) -> None
         ("out_of_memory", 2, count, size) for count, size in ((1, 32), (2, 16), (3, 8))
     ]
     assert sorted(path.name for path in tmp_path.glob("out*")) == [f"out-of-memory-{n}.json" for n in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_oom_recovery_needs_no_hard_links(
+    exists: bool, recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path)
+    if exists:
+        OomRecovery().prepare_restart(OUT, recipe, folder, 1)
+
+    def refuse(source: Path, target: Path) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    assert isinstance(OomRecovery().prepare_restart(OUT, recipe, folder, 0), OutOfMemoryRestart)
+    assert OomRecovery.from_folder(folder).count == 1
+    (event,) = folder.events.read_text().splitlines()
+    assert json.loads(event)["rank"] == int(exists)
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_oom_recovery_that_cannot_be_written_says_so(recipe: Recipe, tmp_path: Path) -> None:
+    error = OomRecovery().prepare_restart(OUT, recipe, RunFolder(tmp_path / "none"), 0)
+    assert not isinstance(error, OutOfMemoryRestart)
+    assert str(error).startswith(f"{OUT}: there is no restart with other settings, as {tmp_path}/none/out-of-memory-1")
 
 
 def test_oom_recovery_says_when_nothing_is_left_to_give_up(recipe: Recipe, tmp_path: Path) -> None:
