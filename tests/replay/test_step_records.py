@@ -277,3 +277,19 @@ def test_interval() -> None:
 def test_metrics_of_training() -> None:
     row = {"train/loss": math.nan, "critic/lr": 1.0, "time/train": 2.0, "reward/mean": 3.0, "sync/seconds": 4.0}
     assert json.dumps(metrics_of_training(row)) == '{"critic/lr": 1.0, "train/loss": null}'
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize(
+    ("was", "now", "bound"), [("none", "none", 0.15), ("none", "mxfp8", 0.6), ("mxfp8", "none", 0.6)]
+)
+def test_bound_is_of_the_least_precise_training(was: str, now: str, bound: float, record: StepRecord) -> None:
+    """The rollout's quantization is not in it: a replay has no rollout."""
+    from hybrid3d.trainer.replay import _report
+
+    model, rollout = replace(RECIPE.model, dtype="bfloat16"), replace(RECIPE.rollout, quantization="fp8")
+    recipes = [
+        replace(RECIPE, model=model, rollout=rollout, train=replace(RECIPE.train, fp8=fp8)) for fp8 in (was, now)
+    ]
+    recorded, replayed = (replace(record, settings=recipe) for recipe in recipes)
+    assert _report(0, recorded, replayed, False, False, None).bound == bound

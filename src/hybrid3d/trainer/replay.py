@@ -22,7 +22,7 @@ from hybrid3d.replay.plan import training_recipe
 from hybrid3d.replay.step_record import StepRecord, read_step
 from hybrid3d.reshard.move.device import ON_CUDA
 from hybrid3d.run.folder import checkpoint_folder, recorded_folder
-from hybrid3d.run.health import MAX_EXPLAINED_MISMATCH, Guard
+from hybrid3d.run.health import MAX_EXPLAINED_MISMATCH, Guard, least_precise
 from hybrid3d.run.live_settings import override_settings
 from hybrid3d.run.logger import RunLogger
 from hybrid3d.run.progress import Progress
@@ -143,6 +143,12 @@ def _summation(recipe: Recipe) -> Any:
     return replace(recipe.train, offload_parameters=False, offload_gradients=False, offload_optimizer=False)
 
 
+def _explained(settings: Recipe, has_experts: bool) -> float:
+    """Return the mean difference of log-probabilities, in nats, that rounding in training with a recipe explains."""
+    dtype, _ = least_precise(training_recipe(settings))
+    return MAX_EXPLAINED_MISMATCH[dtype][has_experts]
+
+
 def _report(
     start: int,
     recorded: StepRecord,
@@ -164,7 +170,7 @@ def _report(
         metrics={key: (recorded.metrics.get(key), replayed.metrics.get(key)) for key in keys},
         largest={name: float(gap.max(initial=0.0)) for name, gap in gaps.items()},
         mean_logprob_difference=float(gaps["logprobs"].mean(dtype=np.float64)),
-        bound=MAX_EXPLAINED_MISMATCH[recorded.settings.model.dtype][has_experts],
+        bound=max(_explained(one.settings, has_experts) for one in (recorded, replayed)),
         difference=earlier or first_difference(recorded, replayed),
     )
 
