@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from hybrid3d import distributed
+from hybrid3d import distributed, launch_environment
 from hybrid3d.config import Recipe, RecipeError
 from hybrid3d.families import family_of
 from hybrid3d.inputs.models import read_config, read_tokenizer
 from hybrid3d.inputs.tokenizer_files import tokenizer_assumptions
-from hybrid3d.launch_environment import local_world_size
 from hybrid3d.ledger import RankStart
 from hybrid3d.planning.hardware import total_memory
 from hybrid3d.run.folder import RunFolder, checkpoint_folder, draw_curves
@@ -243,6 +242,12 @@ def _identity(live: LiveSettings, record: RunLogger, group: dist.ProcessGroup) -
     return RunIdentity.of_run(record.folder, live.initial_recipe) if group.rank() == 0 else None
 
 
+def training_ranks_here(recipe: Recipe) -> int:
+    """Return the number of ranks that train on this node, of which this process is one; the first ranks train."""
+    first = launch_environment.rank() - launch_environment.local_rank()
+    return min(launch_environment.local_world_size(), recipe.train_ranks - first)
+
+
 def _decide_sharding(
     recipe: Recipe, engine: TrainEngine, models: TrainedModels, record: RunLogger, group: dist.ProcessGroup
 ) -> str:
@@ -257,7 +262,7 @@ def _decide_sharding(
     from hybrid3d.train.trained_model import DP_RESHARDABLE, FULLY_RESHARDABLE
 
     gathered, capacity = engine.host_bytes(models, FULLY_RESHARDABLE), total_memory()
-    ranks = local_world_size()
+    ranks = training_ranks_here(recipe)
     votes = distributed.gather_objects(
         (choose_sharding(recipe.run.optimizer_sharding, ranks * gathered, capacity), ranks * gathered, capacity), group
     )
