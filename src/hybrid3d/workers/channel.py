@@ -265,7 +265,7 @@ def connect(store: Store, start: int, has_failed: Callable[[], bool]) -> Connect
     """
     if ledger.has_ended(store):
         return None
-    host, port, made = "its address", 0, None
+    host, port = "its address", 0
     try:
         # It imports its engine first; a heartbeat watches it
         while (address := ledger.read_address(store, start)) is None:
@@ -274,10 +274,12 @@ def connect(store: Store, start: int, has_failed: Callable[[], bool]) -> Connect
             time.sleep(ADDRESS_POLL_SECONDS)
         host, port = address
         made = socket.create_connection((host, port), CLOSE_SECONDS)
-        authenticate(made, host, port, as_server=False)
-    except (OSError, ValueError, dist.DistError) as error:
-        if made is not None:
+        try:
+            authenticate(made, host, port, as_server=False)
+        except OSError:
             made.close()
+            raise
+    except (OSError, ValueError, dist.DistError) as error:
         raise Disconnected(
             f"no connection to rank 0 at {host}:{port}: {error}: is it alive, and is the port open between the nodes?"
         ) from error
