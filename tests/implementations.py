@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybrid3d.distributed import GroupExchange
 from hybrid3d.generation.agents.answers import AgentAnswers
 from hybrid3d.generation.engine import Engine
 from hybrid3d.generation.replicas import EngineReplicas, Replicas, ReplicaScorer
 from hybrid3d.generation.scheduler import Continuation
 from hybrid3d.generation.turns import Conversations
 from hybrid3d.reshard.ends import Exchange, NoSink, NoSource, PlainSink, PlainSource, WeightSink, WeightSource
+from hybrid3d.reshard.exchange import JsonExchange
 from hybrid3d.reshard.quantized import Quantized
 from hybrid3d.reshard.sources import Compared, Merged, Only
 from hybrid3d.rollout.adapters import VllmAdapterSink
@@ -36,7 +36,7 @@ from hybrid3d.workers.reward import RewardRank, WorkerScorer
 
 SOURCES: tuple[type[WeightSource], ...] = (PlainSource, NoSource, Only, Merged, Compared, Quantized)
 SINKS: tuple[type[WeightSink], ...] = (PlainSink, NoSink, VllmSink, VllmAdapterSink)
-EXCHANGES: tuple[type[Exchange], ...] = (GroupExchange,)
+EXCHANGES: tuple[type[Exchange], ...] = (JsonExchange,)
 SYNCS: tuple[type[Sync], ...] = (WeightSync, ChainedSync)
 TRAIN_ENGINES: tuple[type[TrainEngine], ...] = (MegatronEngine,)
 TRAINED_MODELS: tuple[type[TrainedModel], ...] = (Policy, ValueModel)

@@ -6,7 +6,6 @@ Every collective takes its process group as an argument, and every rank of that 
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import ipaddress
 import os
 import socket
@@ -40,7 +39,6 @@ from hybrid3d.launch_environment import (
 from hybrid3d.patches import pickled, unpickled
 
 __all__ = [
-    "GroupExchange",
     "LostPeer",
     "RoleGroups",
     "adopt_slurm",
@@ -51,7 +49,6 @@ __all__ = [
     "gather_numbers",
     "gather_objects",
     "gather_to_first",
-    "gather_unique",
     "is_lost_peer",
     "launcher_ranks",
     "local_rank",
@@ -315,24 +312,6 @@ def gather_numbers(number: int, group: dist.ProcessGroup) -> list[int]:
     return [int(each) for each in found]
 
 
-def gather_unique(value: Any, group: dist.ProcessGroup) -> list[tuple[list[int], Any]]:
-    """Return each distinct value once, with the ranks in the group that have it, on every rank.
-
-    For large values that are mostly equal: each distinct one is sent once.
-    """
-    data = pickled(value)
-    content = data.numpy().data
-    ranks_of: dict[tuple[bytes, int], list[int]] = {}
-    for other, digest in enumerate(gather_objects((hashlib.sha256(content).digest(), len(content)), group)):
-        ranks_of.setdefault(digest, []).append(other)
-    found = []
-    for (_, nbytes), ranks in ranks_of.items():
-        buffer = data if ranks[0] == group.rank() else torch.empty(nbytes, dtype=torch.uint8)
-        dist.broadcast(buffer, group=group, group_src=ranks[0])
-        found.append((ranks, unpickled(buffer)))
-    return found
-
-
 def broadcast_object(value: Any, group: dist.ProcessGroup, src: int = 0) -> Any:
     """Return the value of rank `src` of the group on every rank; the values of the others are ignored.
 
@@ -360,33 +339,3 @@ def all_reduce_max(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int
     tensor = torch.tensor(numbers, dtype=torch.int64)
     dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
     return tensor.tolist()
-
-
-class GroupExchange:
-    """The collectives of a process group (`reshard.ends.Exchange`), whose members may have other ranks in plans.
-
-    Attributes:
-        group: the process group.
-        rank: this rank, as plans name it.
-        ranks: that of each member.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int] | None = None):
-        """
-        Args:
-            ranks: the rank of each member, by default that in the group.
-        """
-        self.group, self.ranks = group, ranks or range(group.size())
-        self.rank = self.ranks[group.rank()]
-
-    def unique(self, value: Any) -> list[tuple[list[int], Any]]:
-        return [([self.ranks[m] for m in members], found) for members, found in gather_unique(value, self.group)]
-
-    def minimum(self, number: int) -> int:
-        return all_reduce_min(number, self.group)
-
-    def maximum(self, numbers: Sequence[int]) -> list[int]:
-        return all_reduce_max(numbers, self.group)
-
-    def maximum_of(self, values: torch.Tensor) -> None:
-        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)

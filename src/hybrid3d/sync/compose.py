@@ -10,9 +10,10 @@ from typing import Protocol
 import torch.distributed as dist
 
 from hybrid3d.config import Recipe
-from hybrid3d.distributed import EXCHANGE_TIMEOUT, GroupExchange, weights_group
+from hybrid3d.distributed import EXCHANGE_TIMEOUT, weights_group
 from hybrid3d.families import is_quantized
 from hybrid3d.reshard.ends import NOTHING_TRACKED, NoSink, NoSource, WeightSink, WeightSource
+from hybrid3d.reshard.exchange import JsonExchange
 from hybrid3d.reshard.move.device import Stream, device
 from hybrid3d.reshard.move.transport import make_transport
 from hybrid3d.reshard.plan.layout import Piece
@@ -184,7 +185,7 @@ def weight_sync(
         shares_memory=recipe.sync.shared_memory == "auto",
         kind=recipe.sync.transport,
     )
-    exchange = GroupExchange(group, ranks)
+    exchange = JsonExchange(group, ranks)
     chooses = recipe.sync.delta == "auto"
     estimate = SyncEstimate(recipe, exchange, transport, overlaps) if chooses else None
     return WeightSync(source, sink, settings, exchange, transport, estimate, stream)
