@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -28,6 +29,7 @@ from hybrid3d.launch_environment import (
     MEETING_SECONDS,
     adopt_slurm,
     derived_key,
+    first_address,
     local_rank,
     local_world_size,
     on_one_machine,
@@ -49,6 +51,8 @@ __all__ = [
     "gather_numbers",
     "gather_objects",
     "gather_to_first",
+    "group_outside",
+    "host_store",
     "is_lost_peer",
     "launcher_ranks",
     "local_rank",
@@ -182,6 +186,31 @@ def _set_timeouts(group: dist.ProcessGroup, on_cpus: timedelta) -> None:
         group._get_backend(device)._set_default_timeout(EXCHANGE_TIMEOUT if device.type == "cuda" else on_cpus)
 
 
+def host_store(host: str, port: int = 0, timeout: float = 300.0, own_address: str = "") -> TCPStore:
+    """Return a store in this process that listens at one address alone; torch's own listens at all of the machine.
+
+    Args:
+        host: where others find it, and where it listens.
+        port: 0 for any that is free; `port` of the store says which.
+        timeout: of its operations, in seconds.
+        own_address: where it listens, if that is another address.
+
+    Raises:
+        OSError: nothing can listen there.
+    """
+    family, _, _, _, where = first_address(own_address or host, port)
+    with socket.create_server(where[:2], family=family, backlog=2048) as listening:
+        return TCPStore(
+            host,
+            listening.getsockname()[1],
+            None,
+            True,
+            timedelta(seconds=timeout),
+            wait_for_workers=False,
+            master_listen_fd=os.dup(listening.fileno()),
+        )
+
+
 def clone_store(store: Store) -> Store:
     """Return another connection to a store, for a thread of its own."""
     cloned: Store = store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
@@ -204,8 +233,6 @@ def spanning_group(
 ) -> dist.ProcessGroup:
     """Create a process group of ranks that are in different default groups; each calls this after its own was created.
 
-    torch has no public function for it.
-
     Args:
         ranks: those of the launcher, in the order of the group.
         name: different for each such group of the run.
@@ -213,20 +240,36 @@ def spanning_group(
         meeting: the timeout of its creation, and with gloo of sends and receives that are not told another one; gloo
             takes up to six times as long to fail.
     """
-    group: dist.ProcessGroup
-    group, _ = distributed_c10d._new_process_group_helper(
-        len(ranks),
-        ranks.index(rank()),
-        [],  # not a part of the default group
-        dist.Backend(_backend()),
-        PrefixStore(f"spanning/{name}", store),
-        group_name=distributed_c10d.GroupName(f"hybrid3d_{name}"),
-        timeout=meeting,
-        group_desc=name,
-    )
-    distributed_c10d._world.pg_group_ranks[group] = {member: member for member in range(len(ranks))}
+    place, found = ranks.index(rank()), PrefixStore(f"spanning/{name}", store)
+    group = group_outside(place, len(ranks), _backend(), found, f"hybrid3d_{name}", meeting, name)
     _set_timeouts(group, timeout)
     _spanning[group.group_name] = tuple(ranks)
+    return group
+
+
+def group_outside(
+    rank: int, size: int, backend: str, store: Store, name: str, timeout: timedelta, about: str
+) -> dist.ProcessGroup:
+    """Create a process group that is no part of the default group; torch has no public function for one.
+
+    Args:
+        rank, size: of the group.
+        name: different for each group of this process.
+        timeout: of its creation.
+        about: what it is for, as torch's messages say.
+    """
+    group: dist.ProcessGroup
+    group, _ = distributed_c10d._new_process_group_helper(
+        size,
+        rank,
+        [],  # not a part of the default group
+        dist.Backend(backend),
+        store,
+        group_name=distributed_c10d.GroupName(name),
+        timeout=timeout,
+        group_desc=about,
+    )
+    distributed_c10d._world.pg_group_ranks[group] = {member: member for member in range(size)}
     return group
 
 

@@ -16,6 +16,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 
 from hybrid3d import ledger
+from hybrid3d.distributed import host_store
 from hybrid3d.reshard import NoSink, NoSource
 from hybrid3d.weight_transfer import TrainerEngine, TrainerInitInfo, trainer
 from hybrid3d.weight_transfer.group import (
@@ -24,7 +25,6 @@ from hybrid3d.weight_transfer.group import (
     TransferFailed,
     _gloo_listens_at,
     find_store,
-    host_store,
     meet,
     number_by_node,
 )

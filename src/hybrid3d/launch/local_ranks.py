@@ -13,8 +13,9 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
+from hybrid3d.distributed import host_store
 from hybrid3d.errors import UserMistake
-from hybrid3d.launch.rendezvous import host_store, why_not
+from hybrid3d.launch.rendezvous import why_not
 from hybrid3d.launch_environment import ANSWER_SECONDS, END_SECONDS, LOOPBACK
 
 POLL_SECONDS = 0.1

@@ -13,7 +13,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -203,7 +202,7 @@ def connect(members: str) -> Store:
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and not is_child()
     wait = timedelta(seconds=rendezvous_seconds())
     try:
-        store = host_store(host, port, wait) if hosts else TCPStore(host, port, None, False, wait)
+        store = _host_store(host, port) if hosts else TCPStore(host, port, None, False, wait)
     except OSError as error:
         problem = f"port {port} is in use on {member} 0: set another MASTER_PORT, the same on all {members}"
         if error.errno != errno.EADDRINUSE:
@@ -223,32 +222,18 @@ def connect(members: str) -> Store:
     return PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
-def host_store(host: str, port: int = 0, timeout: timedelta = timedelta(minutes=5)) -> TCPStore:
-    """Return a store in this process that listens at this address alone; torch's own listens at all of the machine.
-
-    Args:
-        port: 0 for any that is free; `port` of the store says which.
+def _host_store(host: str, port: int) -> TCPStore:
+    """Return a store of this process that listens at the host's address, or where that is translated to.
 
     Raises:
         OSError: nothing can listen there.
     """
     try:
-        listening = _listen(host, port)
+        return distributed.host_store(host, port, rendezvous_seconds())
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL or launch_environment.is_loopback(host):
             raise
-        listening = _listen(launch_environment.source_address(host), port)  # the host's address is translated
-    with listening:
-        port = listening.getsockname()[1]
-        found = TCPStore(
-            host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=os.dup(listening.fileno())
-        )
-    return found
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family, _, _, _, where = launch_environment.first_address(host, port)
-    return socket.create_server(where[:2], family=family, backlog=2048)
+    return distributed.host_store(host, port, rendezvous_seconds(), launch_environment.source_address(host))
 
 
 def why_not(error: OSError) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,11 +15,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
-from torch.distributed import distributed_c10d
 
 from hybrid3d import ledger
-from hybrid3d.distributed import clone_store, interface_of
-from hybrid3d.launch_environment import first_address, source_address
+from hybrid3d.distributed import clone_store, group_outside, interface_of
+from hybrid3d.launch_environment import source_address
 from hybrid3d.reshard import JsonExchange, Resharder, WeightSink, WeightSource
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # of the machine, for all of its containers
@@ -50,29 +48,6 @@ class Rendezvous:
     device: str
     timeout: float
     bucket_bytes: int
-
-
-def host_store(address: str, port: int, timeout: float) -> TCPStore:
-    """Return a store in this process that listens at this address alone; torch's own listens at all of the machine.
-
-    Args:
-        port: 0 for any that is free; `port` of the store says which.
-
-    Raises:
-        OSError: nothing can listen there.
-    """
-    family, _, _, _, where = first_address(address, port)
-    with socket.create_server(where[:2], family=family, backlog=2048) as listening:
-        port = listening.getsockname()[1]
-        return TCPStore(
-            address,
-            port,
-            None,
-            True,
-            timedelta(seconds=timeout),
-            wait_for_workers=False,
-            master_listen_fd=os.dup(listening.fileno()),
-        )
 
 
 def find_store(address: str, port: int, timeout: float) -> TCPStore:
@@ -196,7 +171,7 @@ def number_by_node(nodes: Sequence[tuple[Sequence[int], str]], size: int) -> tup
 
 
 def _make_group(store: Store, rank: int, where: Rendezvous) -> dist.ProcessGroup:
-    """Create the group; torch has no public function for one outside of the default group."""
+    """Create the group, outside of the default group."""
     own = source_address(where.address)
     interface = interface_of(own)
     if interface is None:
@@ -204,19 +179,8 @@ def _make_group(store: Store, rank: int, where: Rendezvous) -> dist.ProcessGroup
             f"{own}, this machine's address on the way to {where.address}, is no interface's first address"
         )
     with _gloo_listens_at(interface):
-        group: dist.ProcessGroup
-        group, _ = distributed_c10d._new_process_group_helper(
-            where.size,
-            rank,
-            [],  # not a part of the default group
-            dist.Backend("cpu:gloo,cuda:nccl" if where.device == "cuda" else "gloo"),
-            store,
-            group_name=distributed_c10d.GroupName(where.session),
-            timeout=timedelta(seconds=where.timeout),
-            group_desc="weight transfer",
-        )
-    distributed_c10d._world.pg_group_ranks[group] = {member: member for member in range(where.size)}
-    return group
+        backend, timeout = "cpu:gloo,cuda:nccl" if where.device == "cuda" else "gloo", timedelta(seconds=where.timeout)
+        return group_outside(rank, where.size, backend, store, where.session, timeout, "weight transfer")
 
 
 @contextmanager

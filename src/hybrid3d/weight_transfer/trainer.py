@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from vllm.distributed.weight_transfer import base
 
 from hybrid3d import ledger
-from hybrid3d.distributed import is_lost_peer
+from hybrid3d.distributed import host_store, is_lost_peer
 from hybrid3d.reshard import NoSink, PlainSource
 from hybrid3d.weight_transfer import BACKEND, register
 from hybrid3d.weight_transfer.group import (
@@ -26,7 +26,6 @@ from hybrid3d.weight_transfer.group import (
     Rendezvous,
     TransferFailed,
     find_store,
-    host_store,
     meet,
 )
 from hybrid3d.weight_transfer.sources import read_source
