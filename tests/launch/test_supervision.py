@@ -20,12 +20,13 @@ import torch.distributed as dist
 import warm_python
 from commands import ROOT, demo_folder, read_events, read_rows
 from hybrid3d.config import load_recipe
-from hybrid3d.launch import child, rank_host, run_secret, serving_rank
-from hybrid3d.launch.local_ranks import run_ranks
+from hybrid3d.launch import rank_host, run_secret
+from hybrid3d.launch.launcher import run_ranks
 from hybrid3d.launch.policies import STOPPED
 from hybrid3d.launch.rank import _report_seen
 from hybrid3d.launch_environment import State
 from hybrid3d.ledger import share
+from hybrid3d.process import FAILURE, RESTART_COUNT
 from hybrid3d.run import terminal
 from hybrid3d.run.folder import RunFolder
 from live_runs import child_of, ranks_of, recorded, started, wait_for_rows, wait_until
@@ -194,7 +195,7 @@ def test_rank_that_fails_by_itself_ends_the_others(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes network namespaces")
 def test_machine_without_loopback_is_told_at_once() -> None:
     """In a namespace whose loopback interface is down."""
-    script = "from hybrid3d.launch.local_ranks import run_ranks\nfrom hybrid3d.errors import UserMistake\n"
+    script = "from hybrid3d.launch.launcher import run_ranks\nfrom hybrid3d.errors import UserMistake\n"
     script += "try:\n    run_ranks(['true'], 2)\nexcept UserMistake as error:\n    print(error)"
     done = subprocess.run(
         ["unshare", "--net", sys.executable, "-c", script],
@@ -221,11 +222,11 @@ def test_stopped_child_does_not_outlast_its_run(monkeypatch: pytest.MonkeyPatch)
         code = CHILD.format(state=State.CONNECTED.value)
         return subprocess.Popen([sys.executable, "-c", code], stdout=stdout)
 
-    monkeypatch.setattr(serving_rank.RunEnd, "wait", lambda self: ended.wait(SOON))
+    monkeypatch.setattr(rank_host.RunEnd, "wait", lambda self: ended.wait(SOON))
     monkeypatch.setattr(rank_host, "_start", start)
     monkeypatch.setattr(rank_host, "EXIT_SECONDS", 2.0)
     threading.Timer(4.0, ended.set).start()
-    begin, host, run_end = time.monotonic(), rank_host.RankHost(tells=True), serving_rank.RunEnd()
+    begin, host, run_end = time.monotonic(), rank_host.RankHost(tells=True), rank_host.RunEnd()
     run_end.begin()
     host.start()
     found = host.wait(lambda states: run_end.has_come)
@@ -284,7 +285,7 @@ def test_failure_of_any_text_reaches_the_next_process(monkeypatch: pytest.Monkey
     told = list[str]()
 
     def start(variables: dict[str, str], stdout: int) -> subprocess.Popen[bytes]:
-        told.append(variables[child.FAILURE])
+        told.append(variables[FAILURE])
         return subprocess.Popen(["true"], env=os.environ | variables, stdout=stdout)
 
     monkeypatch.setattr(rank_host, "_start", start)
@@ -296,8 +297,8 @@ def test_failure_of_any_text_reaches_the_next_process(monkeypatch: pytest.Monkey
 
 def test_child_without_its_parent_ends() -> None:
     """The parent has died while the child was importing, so that the kernel was not yet asked to kill it with it."""
-    script = "import time\nfrom hybrid3d.launch.child import this_process\nthis_process()\ntime.sleep(600)"
-    variables = environment("") | {child.RESTART_COUNT: "0", child.FAILURE: ""}
+    script = "import time\nfrom hybrid3d.process import this_process\nthis_process()\ntime.sleep(600)"
+    variables = environment("") | {RESTART_COUNT: "0", FAILURE: ""}
     with subprocess.Popen([sys.executable, "-c", script], env=variables, stdout=subprocess.PIPE) as process:
         process.stdout.close()
         try:

@@ -30,8 +30,8 @@ from hybrid3d.generation.replicas import Answers, NoReplicas
 from hybrid3d.generation.rollouts import FailedRewards
 from hybrid3d.generation.samples import RolloutBatch, Sample
 from hybrid3d.generation.scheduler import Prompt
-from hybrid3d.launch.child import this_process
 from hybrid3d.ledger import RankStart
+from hybrid3d.process import this_process
 from hybrid3d.rl.data import Example
 from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.scoring.scorer import Query

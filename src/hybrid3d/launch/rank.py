@@ -25,18 +25,18 @@ from hybrid3d import distributed
 from hybrid3d.config import Recipe
 from hybrid3d.errors import set_stream_errors
 from hybrid3d.launch import rendezvous
-from hybrid3d.launch.child import is_child, this_process
+from hybrid3d.launch.rank_host import run_serving_rank, run_training_rank
 from hybrid3d.launch.run_secret import adopt_secret, write_secret
-from hybrid3d.launch.serving_rank import run_serving_rank
-from hybrid3d.launch.training_rank import run_training_rank
 from hybrid3d.launch_environment import DISCONNECTED
 from hybrid3d.ledger import RankStart, TrainingAttempts
 from hybrid3d.process import (
     adopt_orphans,
+    is_child,
     kill_descendants,
     kill_when_parent_exits,
     remove_shared_memory,
     set_shared_memory_prefix,
+    this_process,
 )
 from hybrid3d.run import terminal
 from hybrid3d.run.ends import Ended

