@@ -48,10 +48,9 @@ def measure(lr: str, out: Path) -> None:
     recipe = load_recipe(RECIPE, overrides)
     group = distributed.start()
     runtime.initialize(recipe.train, recipe.run.seed)
-    from hybrid3d.run.display import Display
     from hybrid3d.run.folder import RunFolder
     from hybrid3d.run.health import Guard
-    from hybrid3d.run.logger import RunLogger
+    from hybrid3d.run.logger import Display, RunLogger
     from hybrid3d.train.megatron.engine import MegatronEngine
     from hybrid3d.trainer.local_generator import LocalGenerator
     from hybrid3d.trainer.trainer import Trainer

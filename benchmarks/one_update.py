@@ -38,10 +38,9 @@ def measure(model: str, out: Path) -> dict[bool, list[float]]:
     from hybrid3d.generation.samples import RolloutBatch, Sample
     from hybrid3d.inputs.models import read_config
     from hybrid3d.reshard.move.device import synchronize
-    from hybrid3d.run.display import Display
     from hybrid3d.run.folder import RunFolder
     from hybrid3d.run.health import Guard
-    from hybrid3d.run.logger import RunLogger
+    from hybrid3d.run.logger import Display, RunLogger
     from hybrid3d.train.megatron import runtime
     from hybrid3d.train.megatron.engine import MegatronEngine
     from hybrid3d.train.megatron.policy import Policy

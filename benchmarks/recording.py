@@ -39,10 +39,9 @@ def measure(model: str, dtype: str, out: Path) -> dict[str, float]:
     from hybrid3d.generation.samples import RolloutBatch, Sample
     from hybrid3d.inputs.models import read_config
     from hybrid3d.reshard.move.device import synchronize
-    from hybrid3d.run.display import Display
     from hybrid3d.run.folder import RunFolder, recorded_folder
     from hybrid3d.run.health import Guard
-    from hybrid3d.run.logger import RunLogger
+    from hybrid3d.run.logger import Display, RunLogger
     from hybrid3d.run.metrics import PhaseTimer
     from hybrid3d.train.megatron import runtime
     from hybrid3d.train.megatron.engine import MegatronEngine

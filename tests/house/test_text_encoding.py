@@ -119,7 +119,7 @@ CONSOLE = """
 import sys, tempfile
 from pathlib import Path
 from hybrid3d.launch.rank import _redirect
-from hybrid3d.run.display import Display
+from hybrid3d.run.logger import Display
 with tempfile.TemporaryDirectory() as folder:
     log = Path(folder) / "rank-0.log"
     display = Display("caf\\u00e9", 3, _redirect(log, keep_console=True))

@@ -22,9 +22,8 @@ from hybrid3d import distributed
 from hybrid3d.config import load_recipe
 from hybrid3d.inputs.models import read_config
 from hybrid3d.reshard.move.transport import as_bytes
-from hybrid3d.run.display import Display
 from hybrid3d.run.folder import RunFolder, checkpoint_folder
-from hybrid3d.run.logger import RunLogger
+from hybrid3d.run.logger import Display, RunLogger
 from hybrid3d.storage import manifest
 from hybrid3d.train.megatron import checkpoint, runtime
 from hybrid3d.train.megatron.engine import MegatronEngine

@@ -19,10 +19,9 @@ from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.generation.samples import RolloutBatch
 from hybrid3d.inputs.models import read_config
 from hybrid3d.replay.fingerprint import fingerprint_pieces
-from hybrid3d.run.display import Display
 from hybrid3d.run.folder import RunFolder
 from hybrid3d.run.health import Guard
-from hybrid3d.run.logger import RunLogger
+from hybrid3d.run.logger import Display, RunLogger
 from hybrid3d.train.megatron import runtime
 from hybrid3d.train.megatron.engine import MegatronEngine
 from hybrid3d.train.megatron.policy import Policy

@@ -25,11 +25,10 @@ from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.generation.evaluation import EvalResult
 from hybrid3d.generation.samples import RolloutBatch, Sample
 from hybrid3d.reshard.ends import NamedTensors
-from hybrid3d.run.display import Display
 from hybrid3d.run.folder import RunFolder, checkpoint_folder
 from hybrid3d.run.health import Guard
 from hybrid3d.run.live_settings import LiveSettings
-from hybrid3d.run.logger import RunLogger
+from hybrid3d.run.logger import Display, RunLogger
 from hybrid3d.run.metrics import PhaseTimer, StepMetrics
 from hybrid3d.run.progress import Progress
 from hybrid3d.sync import SyncReport

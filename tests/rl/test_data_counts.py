@@ -16,9 +16,8 @@ from rich.console import Console
 from commands import PROBLEMS
 from hybrid3d.cli import main
 from hybrid3d.rl.data import DataError, PromptData
-from hybrid3d.run.display import Display
 from hybrid3d.run.folder import RunFolder
-from hybrid3d.run.logger import RunLogger
+from hybrid3d.run.logger import Display, RunLogger
 from test_rl_data import make_tokenizer, read
 
 Write = Callable[..., Path]

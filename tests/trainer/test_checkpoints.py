@@ -10,9 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from hybrid3d.config import Run, load_recipe
-from hybrid3d.run.display import Display
 from hybrid3d.run.folder import RunFolder, checkpoint_folder
-from hybrid3d.run.logger import RunLogger
+from hybrid3d.run.logger import Display, RunLogger
 from hybrid3d.run.progress import Progress
 from hybrid3d.storage.disk import CheckpointWriteError
 from hybrid3d.storage.manifest import UnusableCheckpoint

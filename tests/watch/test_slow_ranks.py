@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from hybrid3d.watch.work_meter import KEPT_STEPS, SlowRank, StepWork, Work, WorkRecord, find_slow_ranks, read_message
+from hybrid3d.watch.work_meter import KEPT_STEPS, SlowRank, StepWork, Work, WorkRecord, find_slow_ranks
 
 SAMPLE = 0.1
 
@@ -85,7 +86,7 @@ def test_work_record_has_last_steps_and_what_was_generated_there() -> None:
         record.add_seconds("advance", 0.5)
         record.add_seconds("train", 3.0)  # it does not train
         generated[0], generated[1] = generated[0] + 5, generated[1] + 70
-    work = read_message(record.message())
+    work = msgspec.json.decode(record.message(), type=Work)
     assert work.parts == {"generate": "rank 1 of a replica"}
     assert [one.step for one in work.steps] == list(range(3, KEPT_STEPS + 3))
     assert all(one == StepWork(one.step, {"generate": 2.5}, 5, 70) for one in work.steps)

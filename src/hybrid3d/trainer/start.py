@@ -14,6 +14,7 @@ import torch.distributed as dist
 from hybrid3d import distributed, launch_environment
 from hybrid3d.config import Recipe, RecipeError
 from hybrid3d.families import family_of
+from hybrid3d.generation.evaluation import format_files, format_result
 from hybrid3d.inputs.models import read_config, read_tokenizer
 from hybrid3d.inputs.tokenizer_files import tokenizer_assumptions
 from hybrid3d.ledger import RankStart
@@ -21,6 +22,7 @@ from hybrid3d.planning.hardware import total_memory
 from hybrid3d.run.folder import RunFolder, checkpoint_folder, draw_curves
 from hybrid3d.run.identity import RunIdentity
 from hybrid3d.run.identity import begin as begin_run
+from hybrid3d.run.logger import Display, RunLogger
 from hybrid3d.run.oom_recovery import OomRecovery, find_out_of_memory
 from hybrid3d.scoring.code import sandbox
 from hybrid3d.watch.heartbeat import enter_phase
@@ -29,7 +31,6 @@ from hybrid3d.workers.loop import run_worker
 if TYPE_CHECKING:
     from hybrid3d.run.health import Guard
     from hybrid3d.run.live_settings import LiveSettings
-    from hybrid3d.run.logger import RunLogger
     from hybrid3d.train.trained_model import TrainedModels, TrainEngine
     from hybrid3d.trainer.trainer import Trainer
 
@@ -43,9 +44,7 @@ def train(recipe: Recipe, folder: RunFolder, start: RankStart) -> None:
         return run_worker(recipe, start)
     slots = _slots(recipe, folder, start) if recipe.algorithm.generates and not recipe.is_split else ()
     group = start_training(recipe, start)
-    from hybrid3d.run.display import Display
     from hybrid3d.run.live_settings import LiveSettings
-    from hybrid3d.run.logger import RunLogger
     from hybrid3d.train.megatron.runtime import in_use
 
     if rank == 0:
@@ -82,13 +81,9 @@ def evaluate(recipe: Recipe, folder: RunFolder, step: int, as_json: bool, start:
     rank, console = start.rank, start.console
     if rank not in recipe.role_ranks["train"]:
         return run_worker(recipe, start)
-    from hybrid3d.run.display import Display
-    from hybrid3d.run.logger import RunLogger
 
     slots = () if recipe.is_split else _slots(recipe, folder, start)
     group = start_training(recipe, start)
-    from hybrid3d.generation.evaluation import format_files, format_result
-
     messages = None if as_json else console
     record = RunLogger(folder, rank, Display(recipe.name, recipe.run.steps, messages), keeps_events=False)
     trainer = _make_trainer(recipe, start, group, slots, record, weights_of=checkpoint_folder(folder, step))
@@ -120,8 +115,6 @@ def replay(
     """
     rank, console = this.rank, this.console
     group = start_training(recipe, this)
-    from hybrid3d.run.display import Display
-    from hybrid3d.run.logger import RunLogger
     from hybrid3d.trainer.replay import print_replay
     from hybrid3d.trainer.replay import replay as replay_steps
 
