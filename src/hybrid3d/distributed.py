@@ -27,49 +27,13 @@ from hybrid3d import patches
 from hybrid3d.launch_environment import (
     LOOPBACK,
     MEETING_SECONDS,
-    adopt_slurm,
-    derived_key,
     first_address,
     local_rank,
-    local_world_size,
     on_one_machine,
     rank,
-    run_id,
-    under_launcher,
     world_size,
 )
 from hybrid3d.patches import pickled, unpickled
-
-__all__ = [
-    "LostPeer",
-    "RoleGroups",
-    "adopt_slurm",
-    "all_reduce_max",
-    "all_reduce_min",
-    "broadcast_object",
-    "derived_key",
-    "gather_numbers",
-    "gather_objects",
-    "gather_to_first",
-    "group_outside",
-    "host_store",
-    "is_lost_peer",
-    "launcher_ranks",
-    "local_rank",
-    "local_world_size",
-    "pickled",
-    "rank",
-    "run_id",
-    "spanning_group",
-    "start",
-    "start_among",
-    "start_roles",
-    "under_launcher",
-    "unpickled",
-    "weights_group",
-    "world_size",
-]
-
 
 SIOCGIFADDR = 0x8915  # of netdevice(7)
 IPV6_ADDRESSES = Path("/proc/net/if_inet6")

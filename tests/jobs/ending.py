@@ -4,7 +4,7 @@ import sys
 import time
 from pathlib import Path
 
-from hybrid3d import distributed
+from hybrid3d import launch_environment
 from hybrid3d.config import load_recipe
 from hybrid3d.launch.rank import run_rank
 from hybrid3d.ledger import RankStart
@@ -38,6 +38,6 @@ def task(start: RankStart) -> None:
 
 
 code = run_rank(load_recipe(Path(recipe)), RunFolder(folder), task, launched=False)
-if distributed.rank() == 1:
+if launch_environment.rank() == 1:
     (folder / "over").touch()
 sys.exit(code)

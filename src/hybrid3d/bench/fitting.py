@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from hybrid3d import distributed
+from hybrid3d import launch_environment
 from hybrid3d.bench.scaling import write_model
 from hybrid3d.config import Recipe, RecipeError, load_recipe
 from hybrid3d.families import Config
@@ -30,14 +30,14 @@ def check_benchmark_memory(recipe: Recipe, config: Config, changed: float | None
     Raises:
         RecipeError: they do not fit; the message has the needed and the available bytes.
     """
-    if distributed.under_launcher() and distributed.rank() > 0:
+    if launch_environment.under_launcher() and launch_environment.rank() > 0:
         return
     write_model(recipe, config)
     fullest, together = json.loads(run_in_subprocess("hybrid3d.bench.fitting", recipe))[changed is not None]
     if torch.cuda.is_available():
         needed, free = fullest, torch.cuda.mem_get_info()[0]
     else:
-        here = distributed.local_world_size() if distributed.under_launcher() else recipe.world_size
+        here = launch_environment.local_world_size() if launch_environment.under_launcher() else recipe.world_size
         needed, free = together * here // recipe.world_size + here * PROCESS_BYTES, available_memory()
     if needed > free:
         problem = f"it takes {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybrid3d import distributed
+from hybrid3d import distributed, launch_environment
 from hybrid3d.bench.values import SyntheticWeights
 from hybrid3d.certify.findings import Findings, join
 from hybrid3d.config import Recipe
@@ -108,7 +108,7 @@ class Certification:
         config = read_config(recipe.model.path)
         self._policy = Policy(config, recipe, group.rank(), trainable=False)
         self._has_experts = family_of(config).experts(config) is not None
-        self._engine = RolloutEngine(recipe, group.rank(), distributed.run_id(), slots)
+        self._engine = RolloutEngine(recipe, group.rank(), launch_environment.run_id(), slots)
         self._inspection = Inspection(self._engine)
         self._weights = NoisyWeights(self._policy.weights)
         held = self._policy.weights

@@ -9,9 +9,10 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from hybrid3d.distributed import gather_numbers, pickled, unpickled
+from hybrid3d.distributed import gather_numbers
 from hybrid3d.generation.delivery import Message, deliver
 from hybrid3d.generation.samples import Sample
+from hybrid3d.patches import pickled, unpickled
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from hybrid3d import distributed
+from hybrid3d import launch_environment
 from hybrid3d.config import ModelShape, Recipe, RecipeError, check_layout, load_recipe
 from hybrid3d.config.schema import flatten_settings, to_raw
 from hybrid3d.errors import UserMistake
@@ -288,7 +288,7 @@ def check_folder(recipe: Recipe) -> None:
     old, new = (flatten_settings(to_raw(r)) for r in (load_recipe(folder.recipe), recipe))
     keys = [key for key in differing_keys(old, new) if not FREE.fullmatch(key)]
     if not keys:
-        if not distributed.under_launcher() or distributed.rank() == 0:
+        if not launch_environment.under_launcher() or launch_environment.rank() == 0:
             check_last(folder, recipe)
         return
     lines = [f"  {key} is {format_setting(new, key)}, the run started with {format_setting(old, key)}" for key in keys]
@@ -316,7 +316,7 @@ def check_fit(recipe: Recipe) -> None:
 
     weights = sum(math.prod(entry.shape) for entry in read_index(recipe.model.path).values()) * 4
     is_small = 100 * weights <= hardware_of(recipe.machine).memory_bytes
-    if recipe.rollout is None or is_small or (distributed.under_launcher() and distributed.rank() > 0):
+    if recipe.rollout is None or is_small or (launch_environment.under_launcher() and launch_environment.rank() > 0):
         return
     misfit = json.loads(run_in_subprocess("hybrid3d.planning.fitting", recipe))
     if misfit is not None:

@@ -63,10 +63,10 @@ def describe_rank(recipe: Recipe) -> dict[str, Any]:
     installed = {f"version of {name}": _version(name) for name in PACKAGES}
     return {
         **{key: str(v) if isinstance(v, list) else v for key, v in flatten_settings(to_raw(recipe)).items()},
-        "ranks started": distributed.world_size(),
+        "ranks started": launch_environment.world_size(),
         "version of hybrid3d": __version__,
         **{name: found for name, found in installed.items() if found},
-        "device": device if distributed.rank() < recipe.engine_ranks else ANY,
+        "device": device if launch_environment.rank() < recipe.engine_ranks else ANY,
     }
 
 
@@ -82,7 +82,7 @@ def meet(record: RankInfo, members: str = "ranks", again: bool = False, late: ra
         RendezvousError: rank 0 does not answer, not all have arrived, or their records differ.
     """
     store = connect(members)
-    rank, member = distributed.rank(), members.removesuffix("s")
+    rank, member = launch_environment.rank(), members.removesuffix("s")
     try:
         arrived = again and rank not in late and store.check([f"record/{rank}"])
         if arrived and (rank > 0 or store.check(["answer"])):
@@ -123,7 +123,7 @@ def _with_address(store: Store, late: range) -> Store:
     """
     own = _own_address()
     if not launch_environment.on_one_machine() and launch_environment.is_loopback(own):
-        keys = {rank: f"address/{rank}" for rank in range(distributed.world_size())}
+        keys = {rank: f"address/{rank}" for rank in range(launch_environment.world_size())}
         present = [key for rank, key in keys.items() if rank not in late or store.check([key])]
         others = [address.decode() for address in store.multi_get(present)]
         away = next((address for address in others if not launch_environment.is_loopback(address)), None)
@@ -194,7 +194,7 @@ def connect(members: str) -> Store:
     Raises:
         RendezvousError: there is no answer.
     """
-    member, rank = members.removesuffix("s"), distributed.rank()
+    member, rank = members.removesuffix("s"), launch_environment.rank()
     try:
         host, (_, port) = launch_environment.master_host(members), launch_environment.master_address(members)
     except UserMistake as error:
@@ -243,7 +243,7 @@ def why_not(error: OSError) -> str:
 
 def _compare_and_answer(store: Store, members: str, late: range) -> Store:
     """Wait for all records on rank 0, compare them, answer, and wait until the others have read the answer."""
-    keys = {rank: f"record/{rank}" for rank in range(distributed.world_size()) if rank not in late}
+    keys = {rank: f"record/{rank}" for rank in range(launch_environment.world_size()) if rank not in late}
     pause = max(0.05, len(keys) / distributed.RANKS_PER_POLL_SECOND)
     end = time.monotonic() + rendezvous_seconds()
     while not store.check(list(keys.values())) and time.monotonic() < end:
@@ -324,7 +324,7 @@ def _meet_as_node(arguments: Sequence[str], stderr: int) -> int:
         if not error.reported_by_rank_0:
             os.write(stderr, f"{error}\n".encode())
         return error.code
-    if distributed.rank() > 0:  # torchrun uses the same port, so wait until node 0 has closed it
+    if launch_environment.rank() > 0:  # torchrun uses the same port, so wait until node 0 has closed it
         with suppress(dist.DistError):
             store.wait(["closed"], timedelta(seconds=30))
     return 0

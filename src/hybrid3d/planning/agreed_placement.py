@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from hybrid3d import distributed
+from hybrid3d import launch_environment
 from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.inputs.models import read_config
 from hybrid3d.ledger import share
@@ -49,7 +49,7 @@ def broadcast_placement(recipe: Recipe, store: Store, folder: Path) -> tuple[int
         except EngineQueryFailed as error:
             return str(error)
 
-    slots_or_error = share(store, distributed.rank(), "slots", find)
+    slots_or_error = share(store, launch_environment.rank(), "slots", find)
     if isinstance(slots_or_error, str):
         raise RuntimeError(f"the placement of ranks could not be computed: {slots_or_error}")
     return tuple(slots_or_error)

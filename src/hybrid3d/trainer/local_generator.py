@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
-from hybrid3d import distributed
+from hybrid3d import launch_environment
 from hybrid3d.config import Recipe
 from hybrid3d.config.interval import is_due
 from hybrid3d.distributed import weights_group
@@ -58,7 +58,9 @@ class LocalGenerator:
         inputs.policy.offload(recipe.train)  # vLLM sizes its memory by what is free when it starts
         weights = weights_group(group, device())  # not later, for the same reason
         dist.barrier(group)  # ranks read the model at different speeds, and vLLM's start has collectives on GPUs
-        self._engine = RolloutEngine(recipe, group.rank(), new_engine_name(distributed.run_id(), 0, start), slots)
+        self._engine = RolloutEngine(
+            recipe, group.rank(), new_engine_name(launch_environment.run_id(), 0, start), slots
+        )
         meter.asleep = self._engine.asleep_bytes
         work_record.generates(self._engine.rank_in_replica, lambda: self._engine.generated)
         self._sync = policy_sync(

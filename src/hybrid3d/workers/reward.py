@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from hybrid3d import distributed
+from hybrid3d import distributed, launch_environment
 from hybrid3d.config import Recipe
 from hybrid3d.distributed import broadcast_object
 from hybrid3d.generation.replicas import Replicas, ReplicaScorer
@@ -51,8 +51,8 @@ class RewardRank:
         """
         reward = recipe.reward
         self.start, self.ready = start, False
-        self._leads = distributed.rank() == ranks.start
-        set_shared_memory_prefix(new_engine_name(distributed.run_id(), ranks.start, start))
+        self._leads = launch_environment.rank() == ranks.start
+        set_shared_memory_prefix(new_engine_name(launch_environment.run_id(), ranks.start, start))
         self._function = FunctionScorer(reward.name, reward.workers, reward.timeout_seconds, reward.default)
         self._scorers: dict[str, Scorer] = {"function": self._function}
         if reward.model is not None:

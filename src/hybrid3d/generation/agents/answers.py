@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from hybrid3d import distributed
+from hybrid3d import launch_environment
 from hybrid3d.config import Recipe
 from hybrid3d.generation.agents.program import AgentProgram
 from hybrid3d.generation.agents.server import EndpointServer
@@ -32,7 +32,7 @@ class Endpoint:
         end_tokens = [tokenizer.eos_token_id, *engine.end_tokens]
         settings = recipe.rollout.agents
         self.pool = SessionPool(tokenizer, recipe.rollout, end_tokens)
-        self._server = EndpointServer(self.pool, recipe.name, tokenizer, settings, distributed.rank())
+        self._server = EndpointServer(self.pool, recipe.name, tokenizer, settings, launch_environment.rank())
         logger.info("agents find sessions at %s/sessions", self._server.url)
         self._program = None
         if settings.command is not None:

@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from hybrid3d import distributed
+from hybrid3d import launch_environment
 from hybrid3d.config import Agents
 from hybrid3d.generation.agents.history import NoChatTemplate, NoSession, RefusedCall, RunEnded
 from hybrid3d.generation.agents.program import KEY_VARIABLE, LOCAL_HOSTS, find_agent_problems
@@ -70,7 +70,7 @@ class EndpointServer:
         """
         self._pool, self._model, self._tokenizer = pool, model, tokenizer
         self._size = len(tokenizer)
-        self.key = os.environ.get(KEY_VARIABLE) or distributed.derived_key("agents")
+        self.key = os.environ.get(KEY_VARIABLE) or launch_environment.derived_key("agents")
         self._is_local = settings.host in LOCAL_HOSTS
         problems = find_agent_problems(settings)  # on this machine
         if problems:
