@@ -1,4 +1,4 @@
-"""The trainer: the models on the ranks that train, and the generator of their samples. Imports no rollout engine."""
+"""The trainer: the models on the ranks that train, and the generator of their samples. Imports no vLLM."""
 
 from __future__ import annotations
 
