@@ -14,6 +14,7 @@ import checkpoints
 from hybrid3d.config import OFFLOADS, Train, load_recipe
 from hybrid3d.config.model_shape import ModelShape
 from hybrid3d.families import FAMILIES, family_of
+from hybrid3d.planning.fitting import MemoryEstimator
 from hybrid3d.planning.hardware import hardware_of
 from hybrid3d.planning.memory import (
     MemoryEstimate,
@@ -141,6 +142,27 @@ def test_pipeline_stages_keep_as_many_micro_batches_as_wait_there() -> None:
         "deepseek-v3-671b", "train.recompute=full", "train.ep=8", "train.max_tokens_per_micro_batch=16384"
     )
     assert stage_activations(budget, shape, stages) == [2 * nbytes for nbytes in found]
+
+
+def test_pipeline_keeps_no_more_micro_batches_than_an_update_has() -> None:
+    recipe = recipe_of("deepseek-v3-671b", "train.recompute=full", "train.ep=8")
+    micro_batches = recipe.sequences_per_step // (recipe.train.dp * recipe.train.micro_batch_size)
+    assert micro_batches > recipe.train.pp == 16
+    recipe = replace(recipe, algorithm=replace(recipe.algorithm, minibatches=micro_batches // 2))
+    config = config_of(recipe)
+    its = family_of(config)
+    shape = ModelShape.from_config(config, its.experts(config), its.latents(config))
+    found = stage_activations(recipe, shape, [[range(stage * 3, stage * 3 + 3)] for stage in range(16)])
+    one_layer = activation_elements_per_token(shape, recipe.train, True) * 2
+    assert found[1:15] == [8192 * (2 * 3 * 7168 * 2 // 8 + one_layer)] * 14
+
+
+def test_layouts_that_the_rules_refuse_are_not_suggested() -> None:
+    recipe = load_recipe(RECIPES / "glm-4.5-air.yaml", ["train.mtp_loss_coef=0.1"])
+    is_valid = MemoryEstimator(config_of(recipe)).is_valid
+    train = recipe.train
+    assert is_valid(recipe)
+    assert not is_valid(replace(recipe, train=replace(train, dp=train.dp // 2, cp=2)))
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-7b", "deepseek-v3-671b"])

@@ -10,7 +10,8 @@ import torch
 
 from hybrid3d import distributed
 from hybrid3d.bench.scaling import write_model
-from hybrid3d.config import Recipe, RecipeError, load_recipe
+from hybrid3d.config import Recipe, RecipeError
+from hybrid3d.config.load import load_derived
 from hybrid3d.families import Config
 from hybrid3d.inputs.models import read_config
 from hybrid3d.planning.engine_queries import query_engines
@@ -33,9 +34,10 @@ def check_benchmark_memory(recipe: Recipe, config: Config, changed: float | None
     if distributed.under_launcher() and distributed.rank() > 0:
         return
     write_model(recipe, config)
-    fullest, together = json.loads(run_in_subprocess("hybrid3d.bench.fitting", recipe))[changed is not None]
-    if torch.cuda.is_available():
-        needed, free = fullest, torch.cuda.mem_get_info()[0]
+    required, gpu_free = json.loads(run_in_subprocess("hybrid3d.bench.fitting", recipe))
+    fullest, together = required[changed is not None]
+    if gpu_free is not None:
+        needed, free = fullest, gpu_free
     else:
         here = distributed.local_world_size() if distributed.under_launcher() else recipe.world_size
         needed, free = together * here // recipe.world_size + here * PROCESS_BYTES, available_memory()
@@ -59,5 +61,11 @@ def required_bytes(recipe: Recipe) -> tuple[tuple[int, int], tuple[int, int]]:
     return (int(each.max()), int(each.sum())), (int(changed.max()), int(changed.sum()))
 
 
+def free_gpu_bytes() -> int | None:
+    """Return the free bytes of the first GPU; None if there is no GPU. Takes a CUDA context for this process."""
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
+
+
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(json.dumps(required_bytes(load_recipe(sys.argv[1]))), encoding="utf-8")
+    answers = required_bytes(load_derived(sys.argv[1])), free_gpu_bytes()
+    Path(sys.argv[2]).write_text(json.dumps(answers), encoding="utf-8")

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,10 @@ def summarize(recipe: Recipe, scaled: str, measured: dict[str, Any], changed: fl
         changed: the fraction of elements that syncs of changed elements send, if they were measured.
     """
     seconds = measured["seconds"]
+    assert recipe.rollout is not None, "scale_recipe refuses a recipe without it"
     layout = {
-        "train": vars(recipe.train),
-        "rollout": {"tp": 0, "dp": 0} if recipe.rollout is None else vars(recipe.rollout),
+        "train": asdict(recipe.train),
+        "rollout": asdict(recipe.rollout),
     }
     return {
         "name": recipe.name,

@@ -30,7 +30,7 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
         raise RecipeError("eval", [f"{text}: only settings of evaluation can differ from the run's" for text in others])
     recipe, folder, step = load_run(options, "eval")
     recipe = _with_overrides(recipe, options.overrides)
-    recipe = dataclasses.replace(recipe, reward=dataclasses.replace(recipe.reward, model=None))  # which is for training
+    recipe = _without_reward_model(recipe)
     if recipe.rollout is None:
         raise RecipeError(recipe.name, ["the run has no `rollout` section, which `eval` needs to generate answers"])
     if CHECKED not in os.environ:
@@ -44,6 +44,16 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     recipe = dataclasses.replace(recipe, run=dataclasses.replace(recipe.run, max_restarts=0))
     return run_as_rank(
         recipe, folder, functools.partial(start.evaluate, recipe, folder, step, options.json), restarts=True
+    )
+
+
+def _without_reward_model(recipe: Recipe) -> Recipe:
+    """Return the recipe of a run without the model that only training asks, and without its layout."""
+    role = dataclasses.replace(recipe.roles.reward, tp=1, pp=1, ep=1)
+    return dataclasses.replace(
+        recipe,
+        reward=dataclasses.replace(recipe.reward, model=None),
+        roles=dataclasses.replace(recipe.roles, reward=role),
     )
 
 

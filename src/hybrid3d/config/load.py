@@ -47,6 +47,19 @@ def read_recipe(raw: object, subject: str, problems: list[str]) -> Recipe:
     return recipe
 
 
+def load_derived(path: str | Path) -> Recipe:
+    """Read a recipe that this program has derived from a valid one, whose settings may contradict each other.
+
+    Raises:
+        RecipeError: with all values that no recipe has.
+    """
+    problems: list[str] = []
+    recipe = read_section(Recipe, read_yaml(Path(path)), "", problems)
+    if recipe is None:
+        raise RecipeError(str(path), problems)
+    return recipe
+
+
 def recipe_to_yaml(recipe: Recipe) -> str:
     """Return the recipe as YAML with all defaults written out; `load_recipe` reads an equal recipe from it."""
     return str(yaml.safe_dump(to_raw(recipe), sort_keys=False, allow_unicode=True))

@@ -17,7 +17,8 @@ import numpy as np
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from hybrid3d import distributed
-from hybrid3d.config import Recipe, load_recipe
+from hybrid3d.config import Recipe
+from hybrid3d.config.load import load_derived
 from hybrid3d.inputs.models import read_config
 from hybrid3d.ledger import share
 from hybrid3d.planning.engine_queries import query_engines
@@ -126,4 +127,4 @@ def compute_placement(
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(json.dumps(compute_slots(load_recipe(sys.argv[1]))), encoding="utf-8")
+    Path(sys.argv[2]).write_text(json.dumps(compute_slots(load_derived(sys.argv[1]))), encoding="utf-8")

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from hybrid3d.config import Lora, ModelShape, Recipe, RecipeError, Train, check_layout, load_recipe
+from hybrid3d.config import Lora, ModelShape, Recipe, RecipeError, Train, check_layout
+from hybrid3d.config.load import load_derived
+from hybrid3d.config.rules import validate_recipe
 from hybrid3d.families import Config, family_of
 from hybrid3d.inputs.models import read_config
 from hybrid3d.planning.engine_queries import ProgressCallback, synced_shapes
@@ -120,7 +122,7 @@ class MemoryEstimator:
             check_layout(recipe, shape, device=None)
         except RecipeError:
             return False
-        return True
+        return not any(validate_recipe(recipe))
 
     def __call__(self, recipe: Recipe) -> MemoryEstimate:
         layout, rollout = dataclasses.replace(recipe.train, micro_batch_size=1, recompute="none"), recipe.rollout
@@ -154,7 +156,7 @@ def _multiplicity(layer_counts: Mapping[int, int]) -> Callable[[str], int]:
 
 
 if __name__ == "__main__":
-    recipe = load_recipe(sys.argv[1])
+    recipe = load_derived(sys.argv[1])
     try:
         check_memory(recipe, read_config(recipe.model.path))
         Path(sys.argv[2]).write_text(json.dumps(None), encoding="utf-8")

@@ -310,7 +310,7 @@ def stage_activations(recipe: Recipe, shape: ModelShape, stages: Sequence[Sequen
     tokens = (budget or train.micro_batch_size * longest) // train.cp
     itemsize = ITEMSIZE[recipe.model.dtype]
     sequences = train.micro_batch_size if budget is None else budget // longest
-    micro_batches = -(-recipe.sequences_per_step // (train.dp * sequences))
+    micro_batches = -(-recipe.sequences_per_step // (recipe.algorithm.minibatches * train.dp * sequences))
     sparse = shape.experts.sparse if shape.experts else (False,) * shape.num_layers
     kept = {kind: activation_elements_per_token(shape, train, kind) * itemsize for kind in set(sparse)}
     inputs = shape.hidden_size * itemsize // _sequence_shards(shape, train)
