@@ -86,6 +86,7 @@ MAY_IMPORT = {
         "ledger",
         "reshard",
         "config",
+        "inputs",
         "train",
         "run",
         "planning",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -91,6 +92,9 @@ def _examine_as_rank(recipe: Recipe | None, options: argparse.Namespace) -> int:
 
     selected = _selected(options.only)
     nodes = NodesExamination(recipe, selected, options.json is not None)
-    folder = RunFolder(Path(tempfile.gettempdir()) / f"hybrid3d-doctor-{launch_environment.run_id()}")
+    name = f"hybrid3d-doctor-{os.getuid()}-{launch_environment.run_id()}"
+    folder = RunFolder(Path(tempfile.gettempdir()) / name)
     code = run_as_rank(recipe, folder, functools.partial(nodes.run, folder))
+    if code == DONE and launch_environment.local_rank() == 0:  # else the ranks' logs say why
+        shutil.rmtree(folder.path, ignore_errors=True)
     return code or (DONE if nodes.can_start else FAILED)

@@ -112,17 +112,33 @@ def _devices(recipe: Recipe) -> str:
 def _needs(recipe: Recipe) -> dict[str, float]:
     """Return bytes that a run needs: of memory for a rank, and of the disk for a checkpoint (0 if not known)."""
     from hybrid3d.launch.launcher import rank_bytes
-    from hybrid3d.reshard.file_index import read_index
     from hybrid3d.reshard.plan.layout import ITEMSIZE
     from hybrid3d.train.megatron.checkpoint import OPTIMIZER_BYTES
 
     try:
-        elements = sum(math.prod(entry.shape) for entry in read_index(recipe.model.path).values())
+        elements = _trained_elements(recipe)
     except UserMistake:  # which the preflight checks report
         elements = 0
-    models = 2 if recipe.algorithm.uses_critic else 1
-    checkpoint = elements * models * (ITEMSIZE[recipe.model.dtype] + OPTIMIZER_BYTES)
+    checkpoint = elements * (ITEMSIZE[recipe.model.dtype] + OPTIMIZER_BYTES)
     return {"rank_bytes": rank_bytes(recipe), "checkpoint_bytes": checkpoint}
+
+
+def _trained_elements(recipe: Recipe) -> int:
+    """Return the elements that a checkpoint has: of the policy, or of its adapters alone, and of a critic.
+
+    Raises:
+        UserMistake: the model's files cannot be read.
+    """
+    from hybrid3d.inputs.adapters import adapted_shapes, model_shapes
+    from hybrid3d.inputs.models import read_config
+    from hybrid3d.reshard.file_index import read_shapes
+
+    path = recipe.model.path
+    whole = policy = sum(map(math.prod, read_shapes(path).values()))
+    if recipe.lora is not None:
+        matrices = adapted_shapes(recipe.lora, model_shapes(path, read_config(path)))
+        policy = sum(map(math.prod, matrices.values()))
+    return policy + whole * recipe.algorithm.uses_critic
 
 
 def _preflight(recipe: Recipe) -> list[str]:

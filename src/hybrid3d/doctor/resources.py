@@ -161,6 +161,10 @@ def _check_torch(context: Context, rows: Sequence[dict[str, str]]) -> Iterator[F
         found = f"{len(seen)} GPUs ({names}), driver {driver}, torch for CUDA {built_for}, NCCL {nccl}"
         yield Finding(f"{found}; in the source tree, `make gpu-check` checks what they compute")
         yield from _check_memory(context, min(gpu["bytes"] for gpu in seen))
+        if not rows:
+            unknown = "ECC errors, clocks, persistence mode and NVLink are not checked"
+            found = f"nvidia-smi does not tell of the GPUs: {unknown}"
+            yield Finding(found, SLOW, f"nvidia-smi --query-gpu={','.join(FIELDS)} --format=csv says why")
         return
     if not rows:
         yield Finding("no GPU: models are trained and answers generated on the CPU, over gloo")
