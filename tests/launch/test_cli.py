@@ -236,7 +236,7 @@ def test_fraction_of_changed_elements(refused: Callable[..., str], fraction: str
 
 def test_adapters_have_no_changed_elements(refused: Callable[..., str]) -> None:
     message = refused("plan", "recipe.yaml", "--changed=0.1", "lora.rank=4")
-    assert "--changed 0.1: with adapters (lora) no sync sends changed elements: leave one out" in message
+    assert "--changed 0.1: with adapters (lora) syncs of changed elements are not predicted: leave one out" in message
 
 
 def test_run_whose_model_is_gone(work: Path, refused: Refused) -> None:

@@ -142,7 +142,11 @@ def _changed(report: PlanReport) -> str:
     changed = report.changed
     if changed is None:
         return ""
-    work, kind = changed.work, report.recipe.machine.kind
+    work, kind, refused = changed.work, report.recipe.machine.kind, report.recipe.dense_on_gpus
+    if refused:
+        chosen = f"no sync of this recipe sends them alone ({refused})"
+    else:
+        chosen = f"sync.delta=auto sends {'the changed' if changed.is_faster else 'all'} elements"
     return (
         f"\nchanged    {changed.fraction:.3g} of the elements: {gb(changed.delta_bytes)} received, "
         f"{changed.delta_bytes / changed.delta_bound_bytes:.2f} of the entropy, "
@@ -151,8 +155,7 @@ def _changed(report: PlanReport) -> str:
         f"and write them ({work.launches:,.0f} launches, {work.host_waits:,.0f} waits and "
         f"{gb(work.moved_bytes(changed.fraction))} read and written on a rank); "
         f"{changed.wire.seconds:.3f} of messages\n"
-        f"           sync.delta=auto sends {'the changed' if changed.is_faster else 'all'} elements: sending all takes "
-        f"{changed.dense_seconds:.3f} seconds beside the optimizer's step"
+        f"           {chosen}: sending all takes {changed.dense_seconds:.3f} seconds beside the optimizer's step"
     )
 
 

@@ -126,7 +126,7 @@ class PlanReport:
                 "kv_cache": self.memory.kv_cache,
                 "kv_cache_tokens": self.memory.kv_tokens,
             },
-            **({} if changed is None else _changed_numbers(changed)),
+            **({} if changed is None else _changed_numbers(changed, self.recipe)),
             **({} if adapters is None else _adapter_numbers(adapters)),
         }
 
@@ -140,7 +140,7 @@ def _changed_seconds(changed: ChangedSync) -> dict[str, float]:
     }
 
 
-def _changed_numbers(changed: ChangedSync) -> dict[str, Any]:
+def _changed_numbers(changed: ChangedSync, recipe: Recipe) -> dict[str, Any]:
     return {
         "changed_fraction": changed.fraction,
         "delta_bytes": changed.delta_bytes,
@@ -150,7 +150,7 @@ def _changed_numbers(changed: ChangedSync) -> dict[str, Any]:
         "max_delta_launches": round(changed.work.launches),
         "max_delta_host_waits": round(changed.work.host_waits),
         "max_delta_touched_bytes": round(changed.work.moved_bytes(changed.fraction)),
-        "delta_chosen": changed.is_faster,
+        "delta_chosen": changed.is_faster and recipe.can_sync_changes,
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 
+from hybrid3d.config.recipe import FREED_WEIGHTS
 from hybrid3d.reshard.delta.executor import DeltaExecutor, DeltaReport
 from hybrid3d.reshard.ends import Exchange, WeightSink, WeightSource
 from hybrid3d.reshard.move.device import device
@@ -37,7 +38,7 @@ _REASONS = {
     ),
     DenseReason.FIRST: "it is the first sync of these processes",
     DenseReason.NOT_TRACKED: "vLLM keeps no tensor as it is loaded, or Megatron's optimizer updates none in bfloat16",
-    DenseReason.DISCARDED: "vLLM frees its weights while it sleeps: set rollout.keep_weights=true",
+    DenseReason.DISCARDED: FREED_WEIGHTS,
 }
 
 
