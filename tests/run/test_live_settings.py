@@ -153,6 +153,8 @@ def test_schedule_nested_or_dotted_is_read_in_order_and_back(tmp_path: Path) -> 
     ]
     (tmp_path / "again.yaml").write_text(recipe_to_yaml(recipe))
     assert load_recipe(tmp_path / "again.yaml") == recipe
+    more = load_recipe(tmp_path / "again.yaml", ["schedule.31.sync.bucket_mib=1"])
+    assert more.schedule == recipe.schedule | {31: {"sync.verify": "always", "sync.bucket_mib": 1}}
     assert load_recipe(DEMO).schedule == {}
 
 
