@@ -437,8 +437,8 @@ def gpu_findings(
     return list(devices.check_gpus(Context(load_recipe(RECIPE), answers, variables)))
 
 
-SEEN = {"gpus": [{"name": "NVIDIA H100 80GB HBM3", "bytes": 85_000_000_000}], "versions": {"cuda": "13.0"}}
-UNSEEN = {"gpus": [], "versions": {"cuda": "13.0"}}
+SEEN = {"gpus": [{"name": "NVIDIA H100 80GB HBM3", "bytes": 85_000_000_000}], "cuda": "13.0"}
+UNSEEN = {"gpus": [], "cuda": "13.0"}
 
 
 @pytest.mark.parametrize(
@@ -466,7 +466,7 @@ def test_gpu_that_is_not_well(
 def test_gpus_that_torch_does_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hidden = gpu_findings(tmp_path, monkeypatch, [HEALTHY], UNSEEN, CUDA_VISIBLE_DEVICES="")
     assert (hidden[0].severity, hidden[0].fix) == (SLOW, "unset CUDA_VISIBLE_DEVICES")
-    on_cpu = {"gpus": [], "versions": {"cuda": "None"}}
+    on_cpu = {"gpus": [], "cuda": "None"}
     assert "this build of torch is for CPUs" in gpu_findings(tmp_path, monkeypatch, [HEALTHY], on_cpu)[0].found
     old = {**UNSEEN, "cuda_error": "The NVIDIA driver on your system is too old (found version 12020)."}
     found = gpu_findings(tmp_path, monkeypatch, [HEALTHY], old)[0]

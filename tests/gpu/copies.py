@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from copy_rates import copied_bytes, measure
 
 from gpu.record import Record
-from hybrid3d.bench.wire import copied_bytes, measure
 from hybrid3d.certify.tiny_models import CONFIGS
 from hybrid3d.config import Train
 from hybrid3d.reshard.plan.layout import Demand

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from hybrid3d.config import Recipe, check_layout_early, load_recipe, recipe_to_yaml
-from hybrid3d.doctor.machine import probe
 from hybrid3d.errors import UserMistake, set_stream_errors
 from hybrid3d.launch_environment import under_launcher
 from hybrid3d.process import kill_descendants_on_exit
@@ -74,14 +73,16 @@ def questions(recipe: Recipe | None) -> Mapping[str, Callable[[], Any]]:
 def _machine() -> dict[str, Any]:
     import torch
 
-    found = vars(probe())
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    devices = map(torch.cuda.get_device_properties, range(count))
+    gpus = [{"name": device.name, "bytes": device.total_memory} for device in devices]
     error = ""
     if torch.version.cuda is not None and not torch.cuda.is_available():
         try:
             torch.cuda.init()
         except (RuntimeError, AssertionError) as problem:
             error = str(problem).splitlines()[0]
-    return {**found, "cuda_error": error}
+    return {"gpus": gpus, "cuda": str(torch.version.cuda), "cuda_error": error}
 
 
 def _nccl() -> str | None:
