@@ -29,15 +29,9 @@ def check_algorithm(recipe: Recipe) -> Iterator[Refusal]:
     reward, kl = recipe.reward, recipe.algorithm.kl
     scheduled = any("algorithm.kl.coef" in settings for settings in recipe.schedule.values())
     if reward.coef == kl.coef == recipe.algorithm.entropy_coef == 0 and not scheduled:
-        yield definition(
-            "reward.coef algorithm.kl.coef algorithm.entropy_coef",
-            "reward.coef=0 and algorithm.kl.coef=0 leave nothing to learn from: set one of them above 0",
-        )
+        yield definition("reward.coef=0 and algorithm.kl.coef=0 leave nothing to learn from: set one of them above 0")
     if reward.min is not None and reward.max is not None and reward.min >= reward.max:
-        yield arithmetic(
-            "reward.min reward.max",
-            f"reward.min={reward.min:g} is not below reward.max={reward.max:g}",
-        )
+        yield arithmetic(f"reward.min={reward.min:g} is not below reward.max={reward.max:g}")
 
 
 def _check_pairs(recipe: Recipe) -> Iterator[Refusal]:
@@ -50,10 +44,7 @@ def _check_pairs(recipe: Recipe) -> Iterator[Refusal]:
     seen: dict[str, str] = {}
     for setting, column in columns.items():
         if column in seen:
-            yield definition(
-                "data.prompt data.chosen data.rejected",
-                f"{setting}={column} is the column of {seen[column]} too: name the column of each",
-            )
+            yield definition(f"{setting}={column} is the column of {seen[column]} too: name the column of each")
         seen.setdefault(column, setting)
 
 
@@ -62,15 +53,13 @@ def _check_advantage(recipe: Recipe) -> Iterator[Refusal]:
     scale = f"algorithm.advantage_scale={combined.advantage_scale}"
     if combined.advantage in TOKEN_ADVANTAGES and combined.advantage_scale not in ("none", "whiten"):
         yield definition(
-            "algorithm.advantage_scale algorithm.advantage",
             f"{scale}: with algorithm.advantage={combined.advantage} each token has an advantage of its own, which is "
-            "not divided by that of rewards: set whiten or none",
+            "not divided by that of rewards: set whiten or none"
         )
     if combined.advantage_scale == "batch_std" and recipe.sequences_per_step < 2:
         yield arithmetic(
-            "algorithm.advantage_scale algorithm.prompts_per_step algorithm.samples_per_prompt",
             f"{scale}: the {recipe.sequences_per_step} answer of a step has no standard deviation: set "
-            "algorithm.prompts_per_step to 2 or more, or algorithm.advantage_scale to none",
+            "algorithm.prompts_per_step to 2 or more, or algorithm.advantage_scale to none"
         )
 
 
@@ -84,52 +73,44 @@ def _check_loss(recipe: Recipe) -> Iterator[Refusal]:
         one_ratio, others = "algorithm.policy_loss=gmpo", "algorithm.policy_loss=ppo"
     if one_ratio and correction.kind in TOKEN_CORRECTIONS:
         yield definition(
-            "algorithm.correction.kind algorithm.ratio algorithm.policy_loss",
             f"algorithm.correction.kind={correction.kind} weights tokens, but with {one_ratio} an answer has one "
-            f"ratio: set algorithm.correction.kind=sequence_{correction.kind}, or {others}",
+            f"ratio: set algorithm.correction.kind=sequence_{correction.kind}, or {others}"
         )
     if one_ratio and algorithm.high_entropy_fraction is not None:
         yield definition(
-            "algorithm.high_entropy_fraction algorithm.ratio algorithm.policy_loss",
             f"algorithm.high_entropy_fraction={algorithm.high_entropy_fraction:g} selects tokens, but with "
-            f"{one_ratio} an answer has one ratio: set {others}",
+            f"{one_ratio} an answer has one ratio: set {others}"
         )
     if one_ratio and combined.policy_loss in OF_TOKENS:
         yield definition(
-            "algorithm.policy_loss algorithm.ratio",
             f"algorithm.policy_loss={combined.policy_loss} selects tokens, but with {one_ratio} an answer has one "
-            f"ratio: set {others}",
+            f"ratio: set {others}"
         )
     if combined.ratio != "token" and combined.policy_loss in WITHOUT_RATIO:
         yield definition(
-            "algorithm.ratio algorithm.policy_loss",
             f"algorithm.ratio={combined.ratio}: algorithm.policy_loss={combined.policy_loss} does not use it: set "
-            "algorithm.ratio=token",
+            "algorithm.ratio=token"
         )
     if correction.bypass and correction.kind not in ("none", "sequence_mean_mask"):
         yield definition(
-            "algorithm.correction.kind algorithm.correction.bypass",
             f"algorithm.correction.kind={correction.kind}: with algorithm.correction.bypass=true the ratio of "
             f"algorithm.policy_loss={combined.policy_loss} already is that to the policy that sampled: set "
-            "algorithm.correction.kind=none or sequence_mean_mask",
+            "algorithm.correction.kind=none or sequence_mean_mask"
         )
     if correction.bypass and combined.policy_loss == "reinforce":
         yield definition(
-            "algorithm.correction.bypass algorithm.policy_loss",
             "algorithm.correction.bypass=true: algorithm.policy_loss=reinforce has no ratio: leave it out, and set "
-            "algorithm.correction.kind=truncate to weight its tokens",
+            "algorithm.correction.kind=truncate to weight its tokens"
         )
     if combined.policy_loss == "clip_cov" and algorithm.loss.cov_low >= algorithm.loss.cov_high:
         yield arithmetic(
-            "algorithm.loss.cov_low algorithm.loss.cov_high",
             f"algorithm.loss.cov_low={algorithm.loss.cov_low:g} is not below "
-            f"algorithm.loss.cov_high={algorithm.loss.cov_high:g}",
+            f"algorithm.loss.cov_high={algorithm.loss.cov_high:g}"
         )
     if combined.policy_loss == "gmpo" and combined.loss_agg_mode != "sequence":
         yield definition(
-            "algorithm.loss_agg_mode algorithm.policy_loss",
             f"algorithm.loss_agg_mode={combined.loss_agg_mode}: with algorithm.policy_loss=gmpo an answer has one "
-            "loss, which this would multiply by its length: set sequence",
+            "loss, which this would multiply by its length: set sequence"
         )
 
 
@@ -139,6 +120,5 @@ def _check_greedy_answers(recipe: Recipe) -> Iterator[Refusal]:
     if recipe.algorithm.combination.dynamic_sampling:
         extra = f"algorithm.dynamic_sampling={recipe.algorithm.combination.dynamic_sampling}"
         yield definition(
-            "algorithm.advantage algorithm.dynamic_sampling",
-            f"{advantage}: {extra} replaces groups of equal rewards, which have advantages here: set it to 0",
+            f"{advantage}: {extra} replaces groups of equal rewards, which have advantages here: set it to 0"
         )

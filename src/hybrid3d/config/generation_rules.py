@@ -21,23 +21,20 @@ def check_async(recipe: Recipe) -> Iterator[Refusal]:
     staleness = f"async.max_staleness={ahead.max_staleness}"
     if not ahead.max_staleness and ahead.partial is not None:
         yield definition(
-            "async.partial async.max_staleness",
             f"async.partial={ahead.partial}: {staleness} lets no answer take longer than its step: set it to the "
-            "number of steps that an answer may go on for",
+            "number of steps that an answer may go on for"
         )
     if not ahead.max_staleness or not recipe.algorithm.generates:
         return
     if not recipe.is_split and ahead.partial is None:
         yield definition(
-            "async.max_staleness roles.generation.ranks async.partial",
-            f"{staleness}: the ranks that train also generate: set roles.generation.ranks or async.partial",
+            f"{staleness}: the ranks that train also generate: set roles.generation.ranks or async.partial"
         )
     if recipe.algorithm.correction.kind == "none" and not recipe.algorithm.correction.bypass:
         yield arithmetic(  # the gradient would be that of another distribution of samples
-            "async.max_staleness algorithm.correction.kind algorithm.correction.bypass",
             f"{staleness}: older weights than those that are trained generate the samples, and "
             "algorithm.correction.kind=none does not correct for it: set truncate, mask, "
-            "sequence_truncate, sequence_mask or sequence_mean_mask, or bypass: true",
+            "sequence_truncate, sequence_mask or sequence_mean_mask, or bypass: true"
         )
     if ahead.partial is not None and rollout is not None:
         yield from _check_partial(recipe, ahead, rollout)
@@ -47,27 +44,23 @@ def _check_partial(recipe: Recipe, ahead: Async, rollout: Rollout) -> Iterator[R
     """Yield what partial rollouts cannot do."""
     if ahead.keeps_cache and rollout.sleep and not recipe.is_split:
         yield not_built(  # weights can be kept in a vLLM that sleeps, and a cache could
-            "async.partial rollout.sleep",
-            f"async.partial={ahead.partial}: vLLM frees its KV cache while it sleeps: set rollout.sleep=false",
+            f"async.partial={ahead.partial}: vLLM frees its KV cache while it sleeps: set rollout.sleep=false"
         )
     if ahead.keeps_cache and rollout.dp > 1:
         yield not_built(
-            "async.partial rollout.dp",
             f"async.partial={ahead.partial}: with rollout.dp={rollout.dp} engines that share experts must end their "
-            "requests together before a sync: set async.partial=continue",
+            "requests together before a sync: set async.partial=continue"
         )
     if ahead.batches_in_flight > ahead.max_staleness + 1:
         yield arithmetic(
-            "async.batches_in_flight async.max_staleness",
             f"async.batches_in_flight={ahead.batches_in_flight}: more than async.max_staleness + 1 = "
-            f"{ahead.max_staleness + 1}, so that prompts would be too old when they are trained: at most that",
+            f"{ahead.max_staleness + 1}, so that prompts would be too old when they are trained: at most that"
         )
     if rollout.environment is not None and rollout.dp > 1:
         yield not_built(
-            "async.partial rollout.environment rollout.dp",
             f"async.partial={ahead.partial}: engines that share experts (rollout.dp={rollout.dp}) step together, and "
             f"cannot wait for rollout.environment={rollout.environment} apart: set rollout.dp=1, or leave "
-            "async.partial out",
+            "async.partial out"
         )
 
 
@@ -78,26 +71,21 @@ def check_evaluation(recipe: Recipe) -> Iterator[Refusal]:
         return
     if evaluation.samples > 1 and evaluation.temperature == 0:
         yield definition(
-            "evaluation.samples evaluation.temperature",
             f"{samples}: with evaluation.temperature=0 all answers to a problem are the same: set a temperature, such "
-            "as 1, or samples: 1",
+            "as 1, or samples: 1"
         )
     for k in evaluation.k if evaluation.samples > 1 else ():
         if k > evaluation.samples:
             yield arithmetic(
-                "evaluation.k evaluation.samples",
-                f"evaluation.k: pass@{k} needs at least {k} answers per problem, and {samples}: raise it, or lower k",
+                f"evaluation.k: pass@{k} needs at least {k} answers per problem, and {samples}: raise it, or lower k"
             )
     files = {recipe.data.eval: "data.eval"}
     for name, path in evaluation.data.items():
         setting = f"evaluation.data.{name}"
         if name in RESERVED_NAMES:
-            yield definition("evaluation.data", f"{setting}: {name} is a name that metrics have: choose another")
+            yield definition(f"{setting}: {name} is a name that metrics have: choose another")
         if path in files:
-            yield definition(
-                "evaluation.data data.eval",
-                f"{setting}={path} is the file of {files[path]} too: leave one of them out",
-            )
+            yield definition(f"{setting}={path} is the file of {files[path]} too: leave one of them out")
         files.setdefault(path, setting)
 
 
@@ -109,26 +97,20 @@ def check_agents(recipe: Recipe) -> Iterator[Refusal]:
     agents, last_port = "rollout.agents", rollout.agents.port + recipe.world_size - 1
     if last_port > MAX_PORT:
         yield arithmetic(
-            "rollout.agents.port",
             f"{agents}.port={rollout.agents.port}: the last of {recipe.world_size} ranks would listen at {last_port}: "
-            f"at most {MAX_PORT - recipe.world_size + 1}",
+            f"at most {MAX_PORT - recipe.world_size + 1}"
         )
     if rollout.environment is not None:
-        yield definition(
-            "rollout.agents rollout.environment",
-            f"{agents}: agents take turns themselves: leave rollout.environment={rollout.environment} out",
-        )
+        yield definition(f"{agents}: agents take turns themselves: leave rollout.environment={rollout.environment} out")
     if rollout.dp > 1:
         yield not_built(
-            "rollout.agents rollout.dp",
             f"{agents}: engines that share experts (rollout.dp={rollout.dp}) step together, and cannot wait for agents "
-            "apart: set rollout.dp=1",
+            "apart: set rollout.dp=1"
         )
     if reward.overlong_buffer:
         yield not_built(  # the branch of the last reply, which is scored, has a length
-            "rollout.agents reward.overlong_buffer",
             f"{agents}: the length of an agent's answer is not that of one sequence: leave "
-            f"reward.overlong_buffer={reward.overlong_buffer} out",
+            f"reward.overlong_buffer={reward.overlong_buffer} out"
         )
 
 
@@ -140,7 +122,6 @@ def check_router_replay(recipe: Recipe) -> Iterator[Refusal]:
     if recipe.async_.keeps_cache:
         yield by_engine(
             VLLM,
-            "train.router_replay async.partial",
             f"train.router_replay={replay}: vLLM returns experts only with its prefix cache, which "
             f"async.partial={recipe.async_.partial} turns off: set async.partial=continue, or train.router_replay=old",
         )

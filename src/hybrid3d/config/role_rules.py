@@ -18,8 +18,7 @@ def check_split(recipe: Recipe) -> Iterator[Refusal]:
         return
     if not recipe.algorithm.generates:
         yield definition(
-            "roles.generation.ranks algorithm.name",
-            f"roles.generation.ranks={ranks}: algorithm.name={recipe.algorithm.name} never generates: leave it out",
+            f"roles.generation.ranks={ranks}: algorithm.name={recipe.algorithm.name} never generates: leave it out"
         )
     apart = "no rank has both engines"
     yield from _check_whole_engines(recipe)
@@ -27,15 +26,9 @@ def check_split(recipe: Recipe) -> Iterator[Refusal]:
     if recipe.rollout is not None:
         yield from _check_nodes(recipe, "generation", "rollout.tp", recipe.rollout.tp)
     if recipe.rollout is not None and recipe.rollout.keep_weights:
-        yield definition(
-            "rollout.keep_weights roles.generation.ranks",
-            f"rollout.keep_weights: {apart}, so that vLLM never sleeps: leave it out",
-        )
+        yield definition(f"rollout.keep_weights: {apart}, so that vLLM never sleeps: leave it out")
     for kind in train.offloads:
-        yield definition(
-            f"train.offload_{kind} roles.generation.ranks",
-            f"train.offload_{kind}: {apart}, so that Megatron never makes room: leave it out",
-        )
+        yield definition(f"train.offload_{kind}: {apart}, so that Megatron never makes room: leave it out")
 
 
 def _check_whole_engines(recipe: Recipe) -> Iterator[Refusal]:
@@ -47,9 +40,8 @@ def _check_whole_engines(recipe: Recipe) -> Iterator[Refusal]:
     for setting, number in (("active_ranks", role.active_ranks), ("ranks_at_start", role.ranks_at_start)):
         if number is not None and (number > recipe.generation_ranks or number % size):
             yield arithmetic(
-                f"roles.generation.{setting} roles.generation.ranks rollout.tp rollout.dp",
                 f"roles.generation.{setting}={number}: expected a multiple of rollout.tp x rollout.dp = {size}, up to "
-                f"roles.generation.ranks={recipe.generation_ranks}",
+                f"roles.generation.ranks={recipe.generation_ranks}"
             )
 
 
@@ -60,10 +52,9 @@ def _check_nodes_of_late_ranks(recipe: Recipe) -> Iterator[Refusal]:
     number = next((border for border in borders if border % per_node), None)
     if number is not None:
         yield arithmetic(
-            "roles.generation.ranks_at_start machine.gpus_per_node",
             f"roles.generation.ranks_at_start={recipe.roles.generation.ranks_at_start}: ranks {late.start} to "
             f"{late.stop - 1}, which may come later, would share a node of machine.gpus_per_node={per_node} ranks with "
-            f"others: let the first {number} ranks fill whole nodes",
+            f"others: let the first {number} ranks fill whole nodes"
         )
 
 
@@ -74,18 +65,15 @@ def check_reward_ranks(recipe: Recipe) -> Iterator[Refusal]:
         return
     if not recipe.algorithm.generates:
         yield definition(
-            "roles.reward.ranks algorithm.name",
-            f"roles.reward.ranks={role.ranks}: algorithm.name={recipe.algorithm.name} has no rewards: leave it out",
+            f"roles.reward.ranks={role.ranks}: algorithm.name={recipe.algorithm.name} has no rewards: leave it out"
         )
     if role.ranks % size:
         yield arithmetic(
-            "roles.reward.ranks roles.reward.tp roles.reward.pp",
-            f"roles.reward.ranks={role.ranks}: expected a multiple of roles.reward.tp x roles.reward.pp = {size}",
+            f"roles.reward.ranks={role.ranks}: expected a multiple of roles.reward.tp x roles.reward.pp = {size}"
         )
     if role.tp % role.ep:
         yield arithmetic(
-            "roles.reward.ep roles.reward.tp",
-            f"roles.reward.ep={role.ep} does not divide roles.reward.tp={role.tp}, whose ranks it regroups",
+            f"roles.reward.ep={role.ep} does not divide roles.reward.tp={role.tp}, whose ranks it regroups"
         )
     yield from _check_nodes(recipe, "reward", "roles.reward.tp", role.tp)
 
@@ -100,9 +88,8 @@ def _check_nodes(recipe: Recipe, role: str, setting: str, tp: int) -> Iterator[R
     for first in ranks[::tp] if tp <= per_node else ():
         if first % per_node + tp > per_node:
             yield arithmetic(
-                f"{setting} machine.gpus_per_node",
                 f"{setting}={tp}: the TP group of ranks {first} to {first + tp - 1} would be on two nodes of "
                 f"machine.gpus_per_node={per_node} ranks: let the {ranks.start} ranks before it fill whole nodes, or "
-                f"choose a {setting} that divides both numbers",
+                f"choose a {setting} that divides both numbers"
             )
             return

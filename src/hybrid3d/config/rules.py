@@ -28,14 +28,12 @@ def _check_ranks(recipe: Recipe) -> Iterator[Refusal]:
     """Yield too many ranks, and ranks that generate without knowing how."""
     if recipe.world_size > MAX_RANKS:
         yield arithmetic(
-            "train.tp train.pp train.cp train.dp roles.generation.ranks roles.reward.ranks",
-            f"{recipe.ranks_formula} = {recipe.world_size} ranks are more than {MAX_RANKS}: lower one of them",
+            f"{recipe.ranks_formula} = {recipe.world_size} ranks are more than {MAX_RANKS}: lower one of them"
         )
     if recipe.algorithm.generates and recipe.rollout is None:
         yield definition(
-            "rollout algorithm.name",
             f"rollout: missing, and algorithm.name={recipe.algorithm.name} generates: give max_model_len and "
-            "max_new_tokens",
+            "max_new_tokens"
         )
 
 
@@ -44,24 +42,17 @@ def _check_learning(recipe: Recipe) -> Iterator[Refusal]:
     algorithm = recipe.algorithm
     if algorithm.correction.kind.endswith("mask") and algorithm.correction.low >= algorithm.correction.high:
         low, high = algorithm.correction.low, algorithm.correction.high
-        yield arithmetic(
-            "algorithm.correction.low algorithm.correction.high",
-            f"algorithm.correction.low={low} is not below algorithm.correction.high={high}",
-        )
+        yield arithmetic(f"algorithm.correction.low={low} is not below algorithm.correction.high={high}")
     if recipe.reward.model is not None and algorithm.dynamic_sampling:
         yield definition(
-            "algorithm.dynamic_sampling reward.model",
             "algorithm.dynamic_sampling replaces groups whose rewards are all equal, which does not happen with "
-            "reward.model: set 0",
+            "reward.model: set 0"
         )
     if recipe.critic != type(recipe.critic)() and not algorithm.uses_critic:
         given = "name" if algorithm.advantage is None else "advantage"
         fix = "ppo" if algorithm.advantage is None else "gae"
         value = getattr(algorithm, given)
-        yield definition(
-            f"critic algorithm.{given}",
-            f"critic: algorithm.{given}={value} has no critic: leave the section out, or set {fix}",
-        )
+        yield definition(f"critic: algorithm.{given}={value} has no critic: leave the section out, or set {fix}")
 
 
 def _check_training(recipe: Recipe) -> Iterator[Refusal]:
@@ -69,21 +60,18 @@ def _check_training(recipe: Recipe) -> Iterator[Refusal]:
     train, algorithm, rollout = recipe.train, recipe.algorithm, recipe.rollout
     if train.offloads and not algorithm.generates:
         yield definition(
-            f"train.offload_{train.offloads[0]} algorithm.name",
-            f"train.offload_{train.offloads[0]}: algorithm.name={algorithm.name} never generates: leave it out",
+            f"train.offload_{train.offloads[0]}: algorithm.name={algorithm.name} never generates: leave it out"
         )
     budget = train.max_tokens_per_micro_batch
     if budget is not None and rollout is not None and budget < rollout.max_model_len:
         yield arithmetic(
-            "train.max_tokens_per_micro_batch rollout.max_model_len",
             f"train.max_tokens_per_micro_batch={budget} has no room for a sequence of "
-            f"rollout.max_model_len={rollout.max_model_len} tokens: at least {rollout.max_model_len}",
+            f"rollout.max_model_len={rollout.max_model_len} tokens: at least {rollout.max_model_len}"
         )
     if budget is not None and train.vpp > 1 and not train.packed:
         yield not_built(  # Megatron-Core 0.16.1 exchanges shapes in this schedule too (`variable_seq_lengths`)
-            "train.max_tokens_per_micro_batch train.vpp train.packed",
             f"train.max_tokens_per_micro_batch={budget}: padded micro batches differ in shape, which the interleaved "
-            f"schedule (train.vpp={train.vpp}) does not support: set train.packed=true, or train.vpp=1",
+            f"schedule (train.vpp={train.vpp}) does not support: set train.packed=true, or train.vpp=1"
         )
 
 
@@ -97,9 +85,8 @@ def _check_optimizers(recipe: Recipe) -> Iterator[Refusal]:
         yield from _check_optimizer(recipe.optimizer, "optimizer", steps - critic_warmup, setting)
     else:
         yield arithmetic(
-            "critic.warmup_steps run.steps",
             f"critic.warmup_steps={critic_warmup} leaves no step of run.steps={steps} to train the policy: "
-            f"at most {steps - 1}",
+            f"at most {steps - 1}"
         )
 
 
@@ -113,14 +100,12 @@ def _check_optimizer(optimizer: Optimizer, key: str, steps: int, steps_setting: 
     """
     if optimizer.min_lr > optimizer.lr and optimizer.schedule != "constant":
         yield arithmetic(
-            f"{key}.min_lr {key}.lr",
-            f"{key}.min_lr={optimizer.min_lr} is more than {key}.lr={optimizer.lr}, but the rate only decays: lower it",
+            f"{key}.min_lr={optimizer.min_lr} is more than {key}.lr={optimizer.lr}, but the rate only decays: lower it"
         )
     warmup = optimizer.warmup_steps
     if warmup >= steps:
         yield arithmetic(
-            f"{key}.warmup_steps run.steps",
-            f"{key}.warmup_steps={warmup} leaves no step of {steps_setting}={steps} after warmup: at most {steps - 1}",
+            f"{key}.warmup_steps={warmup} leaves no step of {steps_setting}={steps} after warmup: at most {steps - 1}"
         )
 
 
@@ -129,9 +114,8 @@ def _check_overlong(recipe: Recipe) -> Iterator[Refusal]:
     rollout, buffer = recipe.rollout, recipe.reward.overlong_buffer
     if rollout is not None and buffer >= rollout.max_new_tokens:
         yield arithmetic(
-            "reward.overlong_buffer rollout.max_new_tokens",
             f"reward.overlong_buffer={buffer} penalizes every answer of rollout.max_new_tokens="
-            f"{rollout.max_new_tokens}: at most {rollout.max_new_tokens - 1}",
+            f"{rollout.max_new_tokens}: at most {rollout.max_new_tokens - 1}"
         )
 
 
@@ -142,20 +126,17 @@ def _check_lora(recipe: Recipe) -> Iterator[Refusal]:
     if recipe.syncs_adapters and recipe.rollout is not None and recipe.rollout.dp > 1:
         yield by_engine(
             VLLM,
-            "lora.sync rollout.dp",
             f"lora.sync=adapter: rollout.dp={recipe.rollout.dp} joins engines, and while one of them waits for the "
             "others vLLM removes all adapters: set lora.sync=merged, or rollout.dp=1",
         )
     if recipe.train.expert_bias_update_rate:
         yield definition(
-            "train.expert_bias_update_rate lora",
             f"train.expert_bias_update_rate={recipe.train.expert_bias_update_rate:g} changes routers, and with lora "
-            "all but the adapters stays as it is: set 0",
+            "all but the adapters stays as it is: set 0"
         )
     if recipe.train.etp > 1:
         yield not_built(
-            "train.etp lora",
-            f"train.etp={recipe.train.etp}: adapters (lora) of experts are not sharded over ranks: set train.etp=1",
+            f"train.etp={recipe.train.etp}: adapters (lora) of experts are not sharded over ranks: set train.etp=1"
         )
 
 
@@ -166,18 +147,15 @@ def _check_mtp(recipe: Recipe) -> Iterator[Refusal]:
         return
     if recipe.algorithm.uses_pairs:
         yield not_built(  # the loss could be of the chosen answers alone
-            "train.mtp_loss_coef algorithm.name",
-            f"{setting}: algorithm.name={recipe.algorithm.name} has rejected answers, which it would learn too: set 0",
+            f"{setting}: algorithm.name={recipe.algorithm.name} has rejected answers, which it would learn too: set 0"
         )
     if recipe.lora is not None:
         yield definition(
-            "train.mtp_loss_coef lora",
-            f"{setting} trains layers, and with lora all but the adapters stays as it is: leave one of them out",
+            f"{setting} trains layers, and with lora all but the adapters stays as it is: leave one of them out"
         )
     if recipe.train.cp > 1:
         yield not_built(  # Megatron-Core 0.16.1 exchanges these tokens between ranks (`roll_tensor`)
-            "train.mtp_loss_coef train.cp",
-            f"{setting}: with train.cp={recipe.train.cp} a rank lacks tokens that they predict: set train.cp=1, or 0",
+            f"{setting}: with train.cp={recipe.train.cp} a rank lacks tokens that they predict: set train.cp=1, or 0"
         )
 
 
@@ -188,19 +166,16 @@ def _check_teacher(recipe: Recipe) -> Iterator[Refusal]:
         return
     if kl.reference is not None:
         yield definition(
-            "algorithm.kl.endpoint algorithm.kl.reference",
-            f"algorithm.kl.endpoint={kl.endpoint} and algorithm.kl.reference={kl.reference}: set one of both",
+            f"algorithm.kl.endpoint={kl.endpoint} and algorithm.kl.reference={kl.reference}: set one of both"
         )
     if recipe.algorithm.uses_pairs:
         yield not_built(
-            "algorithm.kl.endpoint algorithm.name",
-            "algorithm.kl.endpoint: algorithm.name=dpo compares with a checkpoint only: set algorithm.kl.reference",
+            "algorithm.kl.endpoint: algorithm.name=dpo compares with a checkpoint only: set algorithm.kl.reference"
         )
     if rollout is not None and rollout.temperature != 1:
         yield definition(  # that of OpenAI's API, whichever server it is
-            "rollout.temperature algorithm.kl.endpoint",
             f"rollout.temperature={rollout.temperature}: the server of algorithm.kl.endpoint computes "
-            "log-probabilities at temperature 1: set 1, or algorithm.kl.reference",
+            "log-probabilities at temperature 1: set 1, or algorithm.kl.reference"
         )
 
 
@@ -209,38 +184,32 @@ def _check_kl(recipe: Recipe) -> Iterator[Refusal]:
     kl, answers = recipe.algorithm.kl, recipe.sequences_per_step
     if kl.where == "none" and kl.coef > 0:
         yield definition(
-            "algorithm.kl.coef algorithm.kl.where",
-            f"algorithm.kl.coef={kl.coef} has no effect with algorithm.kl.where=none: set where: loss, or coef: 0",
+            f"algorithm.kl.coef={kl.coef} has no effect with algorithm.kl.where=none: set where: loss, or coef: 0"
         )
     if kl.where == "loss" and kl.estimator == "k1" and not kl.ratio_weighted:
         yield arithmetic(
-            "algorithm.kl.estimator algorithm.kl.where",
             "algorithm.kl.estimator=k1 has no gradient in the loss: set k1+, k2 or k3, ratio_weighted: true, or where: "
-            "reward",
+            "reward"
         )
     if kl.where == "reward" and kl.effective_estimator.endswith("+"):
         yield definition(
-            "algorithm.kl.estimator algorithm.kl.where",
             f"algorithm.kl.estimator={kl.estimator}: with algorithm.kl.where=reward the KL has no gradient: set "
-            f"{kl.effective_estimator.removesuffix('+')}",
+            f"{kl.effective_estimator.removesuffix('+')}"
         )
     if kl.ratio_weighted and kl.effective_estimator not in ("k1", "k3"):
         yield arithmetic(
-            "algorithm.kl.ratio_weighted algorithm.kl.estimator",
             "algorithm.kl.ratio_weighted=true: its gradient is that of the KL with algorithm.kl.estimator=k1 or k3 "
-            f"only, not with {kl.effective_estimator}",
+            f"only, not with {kl.effective_estimator}"
         )
     if kl.target is not None and answers >= 5 * kl.horizon:  # a step's smallest factor, 1 - 0.2 answers / horizon, <= 0
         yield arithmetic(
-            "algorithm.kl.horizon algorithm.prompts_per_step algorithm.samples_per_prompt",
             f"algorithm.kl.horizon={kl.horizon} is too short for the {answers} answers of a step, which could change "
-            f"the coefficient's sign: at least {answers // 5 + 1}; {10 * answers} is ten steps",
+            f"the coefficient's sign: at least {answers // 5 + 1}; {10 * answers} is ten steps"
         )
     if kl.target is not None and kl.coef == 0:
         yield arithmetic(
-            "algorithm.kl.target algorithm.kl.coef",
             f"algorithm.kl.target={kl.target} is approached by multiplying algorithm.kl.coef=0, which stays 0: "
-            "set it above 0",
+            "set it above 0"
         )
 
 
@@ -251,33 +220,24 @@ def _check_guard(recipe: Recipe) -> Iterator[Refusal]:
         for name in ("max_kl", "max_clip_fraction", "min_entropy", "max_mismatch_kl", "max_sync_share", "kl_explosion"):
             bound = getattr(guard, name)
             if bound is not None:
-                yield definition(
-                    f"guard.{name} algorithm.name",
-                    f"guard.{name}={bound}: {given} has no metric that it bounds: leave it out",
-                )
+                yield definition(f"guard.{name}={bound}: {given} has no metric that it bounds: leave it out")
         if guard.initial_mismatch != type(guard)().initial_mismatch:
             yield definition(
-                "guard.initial_mismatch algorithm.name",
-                f"guard.initial_mismatch={guard.initial_mismatch}: {given} generates nothing: leave it out",
+                f"guard.initial_mismatch={guard.initial_mismatch}: {given} generates nothing: leave it out"
             )
         return
     loss = recipe.algorithm.combination.policy_loss
     if guard.max_clip_fraction is not None and loss in ("sapo", "reinforce", "kl_cov"):
         bound = f"guard.max_clip_fraction={guard.max_clip_fraction:g}"
-        yield definition(
-            "guard.max_clip_fraction algorithm.policy_loss",
-            f"{bound}: algorithm.policy_loss={loss} clips nothing: leave it out",
-        )
+        yield definition(f"{bound}: algorithm.policy_loss={loss} clips nothing: leave it out")
     if kl.where == "none" and guard.max_kl is not None:
         yield definition(
-            "guard.max_kl algorithm.kl.where",
-            f"guard.max_kl={guard.max_kl}: algorithm.kl.where=none measures no KL: leave it out, or set where: loss",
+            f"guard.max_kl={guard.max_kl}: algorithm.kl.where=none measures no KL: leave it out, or set where: loss"
         )
     if kl.target is None and guard.kl_explosion is not None:
         yield definition(
-            "guard.kl_explosion algorithm.kl.target",
             f"guard.kl_explosion={guard.kl_explosion}: without algorithm.kl.target the coefficient is already fixed: "
-            "leave it out, or set a target",
+            "leave it out, or set a target"
         )
 
 
