@@ -19,14 +19,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from hybrid3d import __version__, distributed, launch_environment
+from hybrid3d import __version__, distributed, installed_version, launch_environment
 from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.config.schema import flatten_settings, to_raw
 from hybrid3d.errors import UserMistake, escape_control_characters
@@ -61,7 +60,7 @@ class RendezvousError(RuntimeError):
 def describe_rank(recipe: Recipe) -> dict[str, Any]:
     """Return what must be equal on all ranks: all settings, package versions and the device type."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    installed = {f"version of {name}": _version(name) for name in PACKAGES}
+    installed = {f"version of {name}": installed_version(name) for name in PACKAGES}
     return {
         **{key: str(v) if isinstance(v, list) else v for key, v in flatten_settings(to_raw(recipe)).items()},
         "ranks started": distributed.world_size(),
@@ -296,13 +295,6 @@ def _problems(records: Mapping[int, RankInfo], members: str) -> list[str]:
             f"{members} differ: start all with the same recipe, the same key=value settings and the same packages"
         ]
     return lines
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 @contextmanager

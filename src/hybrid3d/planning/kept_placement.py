@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import functools
 import hashlib
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -20,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from hybrid3d import installed_version
 from hybrid3d.config import Recipe
 from hybrid3d.config.schema import to_raw
 from hybrid3d.inputs.models import read_config
@@ -42,17 +42,11 @@ def is_computed(recipe: Recipe) -> bool:
 
 def placement_file(folder: Path, recipe: Recipe) -> Path:
     """Return the file of a recipe's placement in the run's folder."""
-    versions = [(name, _version(name)) for name in PACKAGES]
+    versions = [(name, installed_version(name)) for name in PACKAGES]
     raw = to_raw(recipe)
     layouts = {section: raw.get(section) for section in SECTIONS}
     known = json.dumps([layouts, read_config(recipe.model.path), versions, _code_digest()], sort_keys=True, default=str)
     return folder / f"placement-{hashlib.sha256(known.encode()).hexdigest()[:16]}.json"
-
-
-def _version(package: str) -> str | None:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
-    return None
 
 
 @functools.lru_cache(None)

@@ -12,10 +12,9 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
+from hybrid3d import installed_version
 from hybrid3d.config import Recipe
 from hybrid3d.config.schema import flatten_settings, to_raw
 from hybrid3d.run.folder import RunFolder
@@ -99,16 +98,12 @@ def find_problems(trackers: Sequence[str]) -> list[str]:
 
 def _missing_packages(trackers: Sequence[str]) -> dict[str, str]:
     """Return the package of each of these trackers that is not installed."""
-    missing = {}
-    for tracker in trackers:
-        try:
-            version(PACKAGES[tracker])
-        except PackageNotFoundError:
-            with suppress(PackageNotFoundError):  # which has what its small package has
-                if tracker == "mlflow" and version(WHOLE_OF_MLFLOW):
-                    continue
-            missing[tracker] = PACKAGES[tracker]
-    return missing
+    wholes = {"mlflow": [WHOLE_OF_MLFLOW]}  # which has what its small package has
+    return {
+        tracker: PACKAGES[tracker]
+        for tracker in trackers
+        if installed_version(PACKAGES[tracker], *wholes.get(tracker, [])) is None
+    }
 
 
 class TensorBoard:
