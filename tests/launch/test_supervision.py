@@ -61,7 +61,7 @@ def test_command_that_is_stopped_early_says_so(number: signal.Signals, delay: fl
 
 def test_ignored_signal_stays_ignored(tmp_path: Path) -> None:
     """As nohup starts a command."""
-    script = "import os, signal\nfrom hybrid3d.cli.signals import raised_signals\nwith raised_signals():\n"
+    script = "import os, signal\nfrom hybrid3d.cli import raised_signals\nwith raised_signals():\n"
     script += "    os.kill(os.getpid(), signal.SIGHUP)\nprint('went on')"
     done = subprocess.run(
         ["sh", "-c", 'trap "" HUP; exec "$@"', "-", sys.executable, "-c", script],

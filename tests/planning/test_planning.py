@@ -130,7 +130,7 @@ def test_engine_queries_leave_no_trace_where_engines_will_run(
         + """
 from dataclasses import replace
 from hybrid3d.config import RecipeError, load_recipe
-from hybrid3d.planning.isolated import run_in_subprocess
+from hybrid3d.planning.kept_placement import run_in_subprocess
 from hybrid3d.launch.preflight import check_fit
 recipe = load_recipe("recipe.yaml")
 recipe = replace(recipe, reward=replace(recipe.reward, overlong_buffer=recipe.rollout.max_new_tokens))

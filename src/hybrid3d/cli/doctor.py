@@ -39,17 +39,12 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     recipe = _read_recipe(options)
     if launch_environment.under_launcher():
         return _examine_as_rank(recipe, options)
-    from hybrid3d.doctor.page import can_start, examine, format_json, format_page
+    from hybrid3d.doctor.page import can_start, examine, print_page
 
     selected = _selected(options.only)
-    console = make_console()
     with make_console(stderr=True).status("") as status:
         subjects = list(examine(recipe, selected, status.update))
-    if options.json is not None:
-        print(format_json(recipe, subjects))
-    else:
-        for line, style in format_page(recipe, subjects, console.width if console.is_terminal else None):
-            console.print(line, style=style, soft_wrap=True)
+    print_page(make_console(), recipe, subjects, options.json is not None)
     return DONE if can_start(subjects) else FAILED
 
 

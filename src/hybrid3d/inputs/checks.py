@@ -27,7 +27,7 @@ def check_model(recipe: Recipe, planned: bool = False) -> dict[str, Any]:
     config = read_config(recipe.model.path)
     family = family_of(config)
     check_against_transformers(Path(recipe.model.path) / "config.json", config, family)
-    shape = ModelShape.from_config(config, experts=family.experts(config), latents=family.latents(config))
+    shape = ModelShape.of(config)
     check_layout(recipe, shape, device=None if planned else "cuda" if torch.cuda.is_available() else "cpu")
     _check_mtp(recipe, len(family.mtp_layers(config)))
     if not planned and torch.cuda.is_available():

@@ -221,7 +221,7 @@ def _check_reads_tokens(path: str, key: str, config: Config, policy: Config, rec
     """Check that a model beside the policy fits the train layout, and reads sequences of the policy's tokens."""
     family = family_of(config)
     check_against_transformers(Path(path) / "config.json", config, family)
-    shape = ModelShape.from_config(config, experts=family.experts(config), latents=family.latents(config))
+    shape = ModelShape.of(config)
     train = replace(recipe.train, router_replay="none")  # which is the policy's alone
     check_layout(replace(recipe, rollout=None, train=train), shape, device=None)
     if config["vocab_size"] != policy["vocab_size"]:
@@ -312,7 +312,7 @@ def check_fit(recipe: Recipe) -> None:
         RecipeError: it does not fit; with the numbers, and the nearest layouts that do.
     """
     from hybrid3d.planning.hardware import hardware_of
-    from hybrid3d.planning.isolated import run_in_subprocess
+    from hybrid3d.planning.kept_placement import run_in_subprocess
 
     weights = sum(math.prod(entry.shape) for entry in read_index(recipe.model.path).values()) * 4
     is_small = 100 * weights <= hardware_of(recipe.machine).memory_bytes

@@ -13,7 +13,7 @@ from pathlib import Path
 from hybrid3d.config import Lora, ModelShape, Recipe, RecipeError, Train, check_layout
 from hybrid3d.config.load import load_derived
 from hybrid3d.config.rules import validate_recipe
-from hybrid3d.families import Config, family_of
+from hybrid3d.families import Config
 from hybrid3d.inputs.models import read_config
 from hybrid3d.planning.engine_queries import ProgressCallback, synced_shapes
 from hybrid3d.planning.hardware import MACHINES, hardware_of
@@ -116,10 +116,8 @@ class MemoryEstimator:
         self._wanted: dict[tuple[int, int, bool, bool], tuple[SlotDemand, int]] = {}
 
     def is_valid(self, recipe: Recipe) -> bool:
-        family = family_of(self._config)
-        shape = ModelShape.from_config(self._config, family.experts(self._config), family.latents(self._config))
         try:
-            check_layout(recipe, shape, device=None)
+            check_layout(recipe, ModelShape.of(self._config), device=None)
         except RecipeError:
             return False
         return not any(validate_recipe(recipe))
