@@ -23,10 +23,9 @@ from hybrid3d import cli
 from hybrid3d.report.charts import format_number
 from hybrid3d.report.memory import memory_table
 from hybrid3d.report.page import MAX_BYTES
-from hybrid3d.report.phases import attribute
 from hybrid3d.report.run_data import FINISHED, GOING_ON, STOPPED, read_run
 from hybrid3d.report.samples import select_samples
-from hybrid3d.report.tables import plan_table
+from hybrid3d.report.tables import attribute, plan_table
 from hybrid3d.report.timeline import NOBODY, cause_text, read_timeline
 from hybrid3d.run.folder import RunFolder
 from hybrid3d.run.timeline import PEAK
