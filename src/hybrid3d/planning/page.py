@@ -234,19 +234,15 @@ def group_traffic(traffic: np.ndarray, recipe: Recipe, most: int) -> tuple[np.nd
 
 def draw(report: PlanReport, path: Path) -> None:
     """Draw the traffic between ranks into a file, whose suffix sets the format."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     matrix, size = group_traffic(report.traffic.traffic, report.recipe, MOST_PIXELS)
-    figure, axis = pyplot.subplots(figsize=(7, 6))
+    figure = Figure(figsize=(7, 6), layout="tight")
+    axis = figure.subplots()
     image = axis.imshow(matrix / 1e9, cmap="viridis", interpolation="nearest")
     unit = f"group of {size} ranks" if size > 1 else "rank"
     axis.set_xlabel(f"receiving {unit}")
     axis.set_ylabel(f"sending {unit}")
     axis.set_title(f"{report.recipe.name}: GB sent in one sync", fontsize=10)
     figure.colorbar(image, ax=axis, label="GB")
-    figure.tight_layout()
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
