@@ -147,7 +147,7 @@ def _installed(package: str) -> str:
     name = re.split("[<>=]", package)[0]
     for distribution in (name, f"{name}-cpu"):  # vLLM's build for CPUs has a name of its own
         installed = installed_version(distribution)
-        if installed is not None:
+        if installed:
             return f"{distribution} {installed}"
     return f"{name}, of which no version is installed,"
 

@@ -117,7 +117,7 @@ def installed_versions() -> dict[str, str]:
     found = {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}
     for package in PACKAGES:
         installed = installed_version(*BUILDS.get(package, (package,)))
-        if installed is not None:
+        if installed:
             found[package] = installed.partition("+")[0]
     return found
 

@@ -102,7 +102,7 @@ def _missing_packages(trackers: Sequence[str]) -> dict[str, str]:
     return {
         tracker: PACKAGES[tracker]
         for tracker in trackers
-        if installed_version(PACKAGES[tracker], *wholes.get(tracker, [])) is None
+        if not installed_version(PACKAGES[tracker], *wholes.get(tracker, []))
     }
 
 
