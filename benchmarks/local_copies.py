@@ -14,10 +14,10 @@ import tempfile
 from dataclasses import replace
 
 import torch
+from copy_rates import copied_bytes, measure
 
 from hybrid3d.bench.report import describe_machine
 from hybrid3d.bench.scaling import Scale, scale_recipe, write_model
-from hybrid3d.bench.wire import copied_bytes, measure
 from hybrid3d.config import load_recipe
 from hybrid3d.inputs.models import read_config
 from hybrid3d.planning.agreed_placement import compute_placement

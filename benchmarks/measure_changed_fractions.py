@@ -48,11 +48,9 @@ def measure(lr: str, out: Path) -> None:
     recipe = load_recipe(RECIPE, overrides)
     group = distributed.start()
     runtime.initialize(recipe.train, recipe.run.seed)
-    from hybrid3d.run.display import Display
     from hybrid3d.run.folder import RunFolder
     from hybrid3d.run.health import Guard
-    from hybrid3d.run.logger import RunLogger
-    from hybrid3d.train.megatron.engine import MegatronEngine
+    from hybrid3d.run.logger import Display, RunLogger
     from hybrid3d.trainer.local_generator import LocalGenerator
     from hybrid3d.trainer.trainer import Trainer
 
@@ -60,7 +58,7 @@ def measure(lr: str, out: Path) -> None:
     folder.create(recipe)
     guard = Guard(RunLogger(folder, 0, Display(recipe.name, recipe.run.steps, None)))
     make = partial(LocalGenerator, recipe=recipe, group=group, slots=[0])
-    trainer = Trainer(recipe, MegatronEngine(), group, make, guard)
+    trainer = Trainer(recipe, group, make, guard)
     policy, rows, batch = trainer.models.policy, [], 0
     for step in range(recipe.run.steps):
         trainer.sync(step, recipe)
@@ -92,7 +90,7 @@ def changed_elements(policy: Any, before: dict[str, Any]) -> ByKind:
     """
     import torch
 
-    from hybrid3d.reshard.delta.changes import unpack_bits
+    from hybrid3d.reshard.delta.encoding import unpack_bits
 
     counts, changes = [], policy.changes.bitmaps()
     for name, tensor in policy.weights.tensors.items():

@@ -38,12 +38,10 @@ def measure(model: str, out: Path) -> dict[bool, list[float]]:
     from hybrid3d.generation.samples import RolloutBatch, Sample
     from hybrid3d.inputs.models import read_config
     from hybrid3d.reshard.move.device import synchronize
-    from hybrid3d.run.display import Display
     from hybrid3d.run.folder import RunFolder
     from hybrid3d.run.health import Guard
-    from hybrid3d.run.logger import RunLogger
+    from hybrid3d.run.logger import Display, RunLogger
     from hybrid3d.train.megatron import runtime
-    from hybrid3d.train.megatron.engine import MegatronEngine
     from hybrid3d.train.megatron.policy import Policy
     from hybrid3d.trainer import experience
     from hybrid3d.trainer.learner import Learner
@@ -61,7 +59,7 @@ def measure(model: str, out: Path) -> dict[bool, list[float]]:
     )
     group, dice = dist.group.WORLD, random.Random(1)
     runtime.initialize(recipe.train, seed=1)
-    models = Models.of(MegatronEngine(), recipe, Policy(read_config(model), recipe, 0), group)
+    models = Models.of(recipe, Policy(read_config(model), recipe, 0), group)
     guard = Guard(RunLogger(RunFolder(out), 0, Display(recipe.name, 1, None), keeps_events=False))
     guard._engines_compared = True  # the log-probabilities below are not vLLM's
     learner = Learner(recipe, models, guard, 0, group)

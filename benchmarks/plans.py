@@ -43,7 +43,7 @@ experts gain if both layouts distribute them differently.
 A sync of 0.5 % of the elements (`--changed 0.005`), with what `plan` counts of the busiest rank: launches, waits of the
 host and bytes that finding, encoding, decoding and writing them takes. A launch is taken for 5 us and a wait for 20 us,
 encoding for half of the memory's bandwidth (`planning/sync_choice.py`); these are assumed. A sync of all elements
-overlaps the optimizer's step: exposed is what remains of it.
+overlaps the optimizer's step, unless ranks generate ahead of it: exposed is what remains.
 
 {changed}"""
 

@@ -39,13 +39,11 @@ def measure(model: str, dtype: str, out: Path) -> dict[str, float]:
     from hybrid3d.generation.samples import RolloutBatch, Sample
     from hybrid3d.inputs.models import read_config
     from hybrid3d.reshard.move.device import synchronize
-    from hybrid3d.run.display import Display
     from hybrid3d.run.folder import RunFolder, recorded_folder
     from hybrid3d.run.health import Guard
-    from hybrid3d.run.logger import RunLogger
+    from hybrid3d.run.logger import Display, RunLogger
     from hybrid3d.run.metrics import PhaseTimer
     from hybrid3d.train.megatron import runtime
-    from hybrid3d.train.megatron.engine import MegatronEngine
     from hybrid3d.train.megatron.policy import Policy
     from hybrid3d.trainer.learner import Learner
     from hybrid3d.trainer.models import Models
@@ -66,7 +64,7 @@ def measure(model: str, dtype: str, out: Path) -> dict[str, float]:
     group, folder = dist.group.WORLD, RunFolder(out / dtype)
     record = RunLogger(folder, 0, Display(recipe.name, 1, None), keeps_events=False)
     runtime.initialize(recipe.train, seed=1)
-    models = Models.of(MegatronEngine(), recipe, Policy(read_config(model), recipe, 0), group)
+    models = Models.of(recipe, Policy(read_config(model), recipe, 0), group)
     guard = Guard(record)
     guard._engines_compared = True  # the log-probabilities below are not vLLM's
     learner = Learner(recipe, models, guard, 0, group)

@@ -55,7 +55,7 @@ def of_rank(path: str) -> None:
     """Time syncs on one rank, then profile the same number of them."""
     import torch.distributed as dist
 
-    from hybrid3d import distributed
+    from hybrid3d import distributed, launch_environment
     from hybrid3d.config import load_recipe
     from hybrid3d.inputs.models import read_config
     from hybrid3d.train.megatron import runtime
@@ -73,7 +73,7 @@ def of_rank(path: str) -> None:
 
     config, rank = read_config(recipe.model.path), dist.get_rank()
     trained = megatron_weights(build_model(config, recipe.train, getattr(torch, recipe.model.dtype)), config)
-    engine = RolloutEngine(recipe, rank, distributed.run_id(), list(range(recipe.world_size)))
+    engine = RolloutEngine(recipe, rank, launch_environment.run_id(), list(range(recipe.world_size)))
     source = PlainSource(trained.tensors, trained.holdings)
     sync = weight_sync(recipe, dist.group.WORLD, source, engine.sink())
 

@@ -4,41 +4,37 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybrid3d.distributed import GroupExchange
 from hybrid3d.generation.agents.answers import AgentAnswers
 from hybrid3d.generation.engine import Engine
 from hybrid3d.generation.replicas import EngineReplicas, Replicas, ReplicaScorer
 from hybrid3d.generation.scheduler import Continuation
 from hybrid3d.generation.turns import Conversations
 from hybrid3d.reshard.ends import Exchange, NoSink, NoSource, PlainSink, PlainSource, WeightSink, WeightSource
+from hybrid3d.reshard.exchange import JsonExchange
 from hybrid3d.reshard.quantized import Quantized
 from hybrid3d.reshard.sources import Compared, Merged, Only
 from hybrid3d.rollout.adapters import VllmAdapterSink
 from hybrid3d.rollout.engine import RolloutEngine
 from hybrid3d.rollout.sink import VllmSink
-from hybrid3d.scoring.function_scorer import FunctionScorer
-from hybrid3d.scoring.scorer import Given, Scorer
+from hybrid3d.scoring.scorer import FunctionScorer, Given, Scorer
 from hybrid3d.sync import Sync, WeightSync
 from hybrid3d.sync.compose import ChainedSync
-from hybrid3d.train.megatron.engine import MegatronEngine
 from hybrid3d.train.megatron.policy import Policy
 from hybrid3d.train.megatron.value_model import ValueModel
 from hybrid3d.train.model_scorer import ModelScorer
-from hybrid3d.train.trained_model import PolicyModel, ScoringModel, TrainedModel, TrainEngine
+from hybrid3d.train.trained_model import PolicyModel, ScoringModel, TrainedModel
 from hybrid3d.trainer.local_generator import LocalGenerator
 from hybrid3d.trainer.remote_generator import RemoteGenerator
-from hybrid3d.trainer.scorers import OfFirstRank
 from hybrid3d.trainer.trainer import Generator
 from hybrid3d.workers.engines import Engines
 from hybrid3d.workers.generation import GenerationRank
 from hybrid3d.workers.loop import RoleRank
-from hybrid3d.workers.reward import RewardRank, WorkerScorer
+from hybrid3d.workers.reward import OfFirstRank, RewardRank, WorkerScorer
 
 SOURCES: tuple[type[WeightSource], ...] = (PlainSource, NoSource, Only, Merged, Compared, Quantized)
 SINKS: tuple[type[WeightSink], ...] = (PlainSink, NoSink, VllmSink, VllmAdapterSink)
-EXCHANGES: tuple[type[Exchange], ...] = (GroupExchange,)
+EXCHANGES: tuple[type[Exchange], ...] = (JsonExchange,)
 SYNCS: tuple[type[Sync], ...] = (WeightSync, ChainedSync)
-TRAIN_ENGINES: tuple[type[TrainEngine], ...] = (MegatronEngine,)
 TRAINED_MODELS: tuple[type[TrainedModel], ...] = (Policy, ValueModel)
 POLICIES: tuple[type[PolicyModel], ...] = (Policy,)
 SCORING_MODELS: tuple[type[ScoringModel], ...] = (ValueModel,)

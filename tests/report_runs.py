@@ -9,9 +9,8 @@ from typing import Any
 
 from hybrid3d.config import load_recipe
 from hybrid3d.generation.samples import Sample
-from hybrid3d.run.display import Display
 from hybrid3d.run.folder import RunFolder
-from hybrid3d.run.logger import RunLogger
+from hybrid3d.run.logger import Display, RunLogger
 from hybrid3d.run.timeline import Span
 from run_ranks import ROOT
 

@@ -16,9 +16,8 @@ from itertools import accumulate, groupby
 import torch
 
 from hybrid3d.bench.gathering import Peers
-from hybrid3d.reshard.delta.changes import Changes, scatter_elements
-from hybrid3d.reshard.delta.encoding import Form, decode, encode, form_of
-from hybrid3d.reshard.delta.runs import Elements, RunChanges, order_in_run
+from hybrid3d.reshard.delta.encoding import Changes, Form, decode, encode, form_of
+from hybrid3d.reshard.delta.runs import Elements, RunChanges, order_in_run, scatter_elements
 from hybrid3d.reshard.ends import Sink, Source
 from hybrid3d.reshard.move.memory import DeviceBuffer, align_up
 from hybrid3d.reshard.move.transport import Pending, Transport

@@ -16,9 +16,10 @@ import torch.distributed as dist
 from methods.packed_broadcast import OpenSink, close_layer
 
 from hybrid3d.bench.gathering import Peers
-from hybrid3d.distributed import all_reduce_min, gather_unique
+from hybrid3d.distributed import all_reduce_min
 from hybrid3d.families import is_expert
 from hybrid3d.reshard.ends import NamedTensors, Sink, Source
+from hybrid3d.reshard.exchange import JsonExchange
 from hybrid3d.reshard.move.executor import Executor
 from hybrid3d.reshard.move.memory import align_up
 from hybrid3d.reshard.move.transport import Transport
@@ -110,8 +111,8 @@ class TrainerGather:
 
 def _plan(held: Holdings, wanted: Demand, bucket_bytes: int, per_node: int, group: dist.ProcessGroup) -> RankPlan:
     """Return this rank's plan from what each rank of the group holds and wants; all ranks call it together."""
-    holders = [(ranks, found) for ranks, found in gather_unique(signature_of(held), group)]
-    readers = [(ranks, found) for ranks, found in gather_unique(signature_of(wanted), group)]
+    holders = JsonExchange(group).unique(signature_of(held))
+    readers = JsonExchange(group).unique(signature_of(wanted))
     routes, rank = Routes(holders, readers, bucket_bytes, per_node), group.rank()
     transfers = routes.rank_transfers(rank, LocalPieces({rank: held}, {rank: wanted}))
     boundaries = routes.bucket_boundaries([transfers], partial(all_reduce_min, group=group))

@@ -6,7 +6,6 @@ Every collective takes its process group as an argument, and every rank of that 
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import ipaddress
 import os
 import socket
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -27,48 +27,13 @@ from hybrid3d import patches
 from hybrid3d.launch_environment import (
     LOOPBACK,
     MEETING_SECONDS,
-    adopt_slurm,
-    derived_key,
+    first_address,
     local_rank,
-    local_world_size,
     on_one_machine,
     rank,
-    run_id,
-    under_launcher,
     world_size,
 )
 from hybrid3d.patches import pickled, unpickled
-
-__all__ = [
-    "GroupExchange",
-    "LostPeer",
-    "RoleGroups",
-    "adopt_slurm",
-    "all_reduce_max",
-    "all_reduce_min",
-    "broadcast_object",
-    "derived_key",
-    "gather_numbers",
-    "gather_objects",
-    "gather_to_first",
-    "gather_unique",
-    "is_lost_peer",
-    "launcher_ranks",
-    "local_rank",
-    "local_world_size",
-    "pickled",
-    "rank",
-    "run_id",
-    "spanning_group",
-    "start",
-    "start_among",
-    "start_roles",
-    "under_launcher",
-    "unpickled",
-    "weights_group",
-    "world_size",
-]
-
 
 SIOCGIFADDR = 0x8915  # of netdevice(7)
 IPV6_ADDRESSES = Path("/proc/net/if_inet6")
@@ -185,6 +150,31 @@ def _set_timeouts(group: dist.ProcessGroup, on_cpus: timedelta) -> None:
         group._get_backend(device)._set_default_timeout(EXCHANGE_TIMEOUT if device.type == "cuda" else on_cpus)
 
 
+def host_store(host: str, port: int = 0, timeout: float = 300.0, own_address: str = "") -> TCPStore:
+    """Return a store in this process that listens at one address alone; torch's own listens at all of the machine.
+
+    Args:
+        host: where others find it, and where it listens.
+        port: 0 for any that is free; `port` of the store says which.
+        timeout: of its operations, in seconds.
+        own_address: where it listens, if that is another address.
+
+    Raises:
+        OSError: nothing can listen there.
+    """
+    family, _, _, _, where = first_address(own_address or host, port)
+    with socket.create_server(where[:2], family=family, backlog=2048) as listening:
+        return TCPStore(
+            host,
+            listening.getsockname()[1],
+            None,
+            True,
+            timedelta(seconds=timeout),
+            wait_for_workers=False,
+            master_listen_fd=os.dup(listening.fileno()),
+        )
+
+
 def clone_store(store: Store) -> Store:
     """Return another connection to a store, for a thread of its own."""
     cloned: Store = store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
@@ -207,8 +197,6 @@ def spanning_group(
 ) -> dist.ProcessGroup:
     """Create a process group of ranks that are in different default groups; each calls this after its own was created.
 
-    torch has no public function for it.
-
     Args:
         ranks: those of the launcher, in the order of the group.
         name: different for each such group of the run.
@@ -216,20 +204,36 @@ def spanning_group(
         meeting: the timeout of its creation, and with gloo of sends and receives that are not told another one; gloo
             takes up to six times as long to fail.
     """
-    group: dist.ProcessGroup
-    group, _ = distributed_c10d._new_process_group_helper(
-        len(ranks),
-        ranks.index(rank()),
-        [],  # not a part of the default group
-        dist.Backend(_backend()),
-        PrefixStore(f"spanning/{name}", store),
-        group_name=distributed_c10d.GroupName(f"hybrid3d_{name}"),
-        timeout=meeting,
-        group_desc=name,
-    )
-    distributed_c10d._world.pg_group_ranks[group] = {member: member for member in range(len(ranks))}
+    place, found = ranks.index(rank()), PrefixStore(f"spanning/{name}", store)
+    group = group_outside(place, len(ranks), _backend(), found, f"hybrid3d_{name}", meeting, name)
     _set_timeouts(group, timeout)
     _spanning[group.group_name] = tuple(ranks)
+    return group
+
+
+def group_outside(
+    rank: int, size: int, backend: str, store: Store, name: str, timeout: timedelta, about: str
+) -> dist.ProcessGroup:
+    """Create a process group that is no part of the default group; torch has no public function for one.
+
+    Args:
+        rank, size: of the group.
+        name: different for each group of this process.
+        timeout: of its creation.
+        about: what it is for, as torch's messages say.
+    """
+    group: dist.ProcessGroup
+    group, _ = distributed_c10d._new_process_group_helper(
+        size,
+        rank,
+        [],  # not a part of the default group
+        dist.Backend(backend),
+        store,
+        group_name=distributed_c10d.GroupName(name),
+        timeout=timeout,
+        group_desc=about,
+    )
+    distributed_c10d._world.pg_group_ranks[group] = {member: member for member in range(size)}
     return group
 
 
@@ -315,24 +319,6 @@ def gather_numbers(number: int, group: dist.ProcessGroup) -> list[int]:
     return [int(each) for each in found]
 
 
-def gather_unique(value: Any, group: dist.ProcessGroup) -> list[tuple[list[int], Any]]:
-    """Return each distinct value once, with the ranks in the group that have it, on every rank.
-
-    For large values that are mostly equal: each distinct one is sent once.
-    """
-    data = pickled(value)
-    content = data.numpy().data
-    ranks_of: dict[tuple[bytes, int], list[int]] = {}
-    for other, digest in enumerate(gather_objects((hashlib.sha256(content).digest(), len(content)), group)):
-        ranks_of.setdefault(digest, []).append(other)
-    found = []
-    for (_, nbytes), ranks in ranks_of.items():
-        buffer = data if ranks[0] == group.rank() else torch.empty(nbytes, dtype=torch.uint8)
-        dist.broadcast(buffer, group=group, group_src=ranks[0])
-        found.append((ranks, unpickled(buffer)))
-    return found
-
-
 def broadcast_object(value: Any, group: dist.ProcessGroup, src: int = 0) -> Any:
     """Return the value of rank `src` of the group on every rank; the values of the others are ignored.
 
@@ -360,33 +346,3 @@ def all_reduce_max(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int
     tensor = torch.tensor(numbers, dtype=torch.int64)
     dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
     return tensor.tolist()
-
-
-class GroupExchange:
-    """The collectives of a process group (`reshard.ends.Exchange`), whose members may have other ranks in plans.
-
-    Attributes:
-        group: the process group.
-        rank: this rank, as plans name it.
-        ranks: that of each member.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int] | None = None):
-        """
-        Args:
-            ranks: the rank of each member, by default that in the group.
-        """
-        self.group, self.ranks = group, ranks or range(group.size())
-        self.rank = self.ranks[group.rank()]
-
-    def unique(self, value: Any) -> list[tuple[list[int], Any]]:
-        return [([self.ranks[m] for m in members], found) for members, found in gather_unique(value, self.group)]
-
-    def minimum(self, number: int) -> int:
-        return all_reduce_min(number, self.group)
-
-    def maximum(self, numbers: Sequence[int]) -> list[int]:
-        return all_reduce_max(numbers, self.group)
-
-    def maximum_of(self, values: torch.Tensor) -> None:
-        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)

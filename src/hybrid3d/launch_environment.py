@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import socket
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hybrid3d.errors import UserMistake
 
@@ -136,11 +136,31 @@ def master_address(members: str = "ranks") -> tuple[str, int]:
             f"MASTER_PORT={format_value(port)} is not a port: set it to a number from 1 to 65535, the same on all "
             f"{members}"
         )
-    if re.search(r"[\s\x00-\x1f*?]", host):
+    if re.search(r"[\s\x00-\x1f*?]", host) or not _is_name(host):
         raise UserMistake(
             f"MASTER_ADDR={format_value(host)} is not a host: set it to a host's name or address on all {members}"
         )
     return host, int(port)
+
+
+def _is_name(host: str) -> bool:
+    """Return whether a host's name can be looked up: that of a..b, or with a part of 64 characters, cannot."""
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        return False
+    return True
+
+
+def first_address(host: str, port: int, kind: socket.SocketKind = socket.SOCK_STREAM) -> tuple[Any, ...]:
+    """Return the first of what `getaddrinfo` returns.
+
+    Raises:
+        OSError: the name does not resolve, or cannot be one.
+    """
+    if not _is_name(host):  # for this, getaddrinfo raises no OSError
+        raise socket.gaierror(socket.EAI_NONAME, "not a host's name")
+    return socket.getaddrinfo(host, port, type=kind)[0]
 
 
 def run_id() -> str:
@@ -176,7 +196,7 @@ def source_address(host: str) -> str:
     Raises:
         OSError: the name does not resolve, or there is no way.
     """
-    family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    family, kind, _, _, address = first_address(host, 9, socket.SOCK_DGRAM)
     with socket.socket(family, kind) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
@@ -185,7 +205,7 @@ def source_address(host: str) -> str:
 def is_loopback(host: str) -> bool:
     """Return whether a host's name, or an address, leads to the machine itself."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+        found = first_address(host, 0)[4][0]
         return ipaddress.ip_address(str(found).partition("%")[0]).is_loopback
     except OSError:
         return False

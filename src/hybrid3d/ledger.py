@@ -13,34 +13,16 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from rich.console import Console
 from torch.distributed.distributed_c10d import Store
 
 from hybrid3d.distributed import RANKS_PER_POLL_SECOND, clone_store
-from hybrid3d.launch_environment import State
+from hybrid3d.process import ChildProcess
 
 POLL_SECONDS = 0.5
-
-
-class Progress(Protocol):
-    """Who is told what state this process has reached.
-
-    Attributes:
-        restart_count: how often the process of this rank was started again before this one.
-    """
-
-    @property
-    def restart_count(self) -> int: ...
-
-    @property
-    def failure(self) -> str:
-        """Why the process of this rank before this one ended; empty if this is the first."""
-        ...
-
-    def tell(self, state: State) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -56,7 +38,7 @@ class RankStart:
     rank: int
     store: Store
     console: Console | None
-    progress: Progress
+    progress: ChildProcess
 
 
 class TrainingAttempts:
@@ -312,6 +294,16 @@ def hear_refusal(store: Store) -> None:
 def count_told(store: Store) -> int:
     """Return how many members know of the refusal."""
     return int(store.add("told", 0))
+
+
+def hear_answer(store: Store) -> None:
+    """Tell that one more of the trainer's ranks knows that vLLM has done what it was asked for."""
+    store.add("heard", 1)
+
+
+def count_heard(store: Store) -> int:
+    """Return how many have told so, over all answers."""
+    return int(store.add("heard", 0))
 
 
 def check_answers(store: Store) -> None:

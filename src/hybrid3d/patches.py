@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from hybrid3d import installed_version
 from hybrid3d.launch_environment import signature
 
 SIGNATURE_BYTES = 32
@@ -146,10 +146,9 @@ def _installed(package: str) -> str:
     """Return the name and the installed version of a package, of which `package` has the range."""
     name = re.split("[<>=]", package)[0]
     for distribution in (name, f"{name}-cpu"):  # vLLM's build for CPUs has a name of its own
-        try:
-            return f"{distribution} {version(distribution)}"
-        except PackageNotFoundError:
-            continue
+        installed = installed_version(distribution)
+        if installed:
+            return f"{distribution} {installed}"
     return f"{name}, of which no version is installed,"
 
 

@@ -1,14 +1,19 @@
-"""Lifetimes of processes and shared memory: they must not outlive the process, or the run, that created them."""
+"""Lifetimes of processes and shared memory: they must not outlive the process, or the run, that created them.
+
+A process that runs a rank may be the child of one that starts it again, which it tells that it is alive.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
@@ -16,11 +21,13 @@ from multiprocessing import process, resource_tracker, shared_memory
 from pathlib import Path
 from typing import Any
 
-from hybrid3d.launch_environment import KILL_SECONDS, RUN
+from hybrid3d.launch_environment import BEAT_SECONDS, KILL_SECONDS, RUN, State
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 36, 37  # of prctl(2)
 RANKS_EXIT_SECONDS = 1.0  # within which the ranks of a killed launcher have exited
 SHARED_MEMORY = Path("/dev/shm")
+RESTART_COUNT, FAILURE = "HYBRID3D_RESTART_COUNT", "HYBRID3D_RESTART_FAILURE"
+MAX_FAILURE_TEXT = 1000  # characters of a reason that are kept
 TRACKER_SECONDS = 2  # within which a resource tracker of multiprocessing exits by itself
 
 _zombies: set[int] = set()  # found by the last `reap_orphans`
@@ -222,3 +229,44 @@ def main(run: str) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1])
+
+
+class ChildProcess:
+    """This process as the child that runs a rank; where the rank has no such parent, nothing is told.
+
+    It is made before standard output becomes the rank's log.
+
+    Attributes:
+        restart_count: how many times the rank was started before.
+        failure: why the process before this one ended; empty if this is the first.
+    """
+
+    def __init__(self) -> None:
+        self.restart_count, self.failure = int(os.environ.get(RESTART_COUNT, 0)), os.environ.get(FAILURE, "")
+        self._pipe = os.dup(1) if FAILURE in os.environ else None  # those that train tell nothing
+        if self._pipe is not None:
+            threading.Thread(target=self._beat, name="alive", daemon=True).start()
+
+    def tell(self, state: State) -> None:
+        """Tell the parent that this process has reached a state; without the parent this process is killed, too."""
+        if self._pipe is not None:
+            try:
+                os.write(self._pipe, state.value)
+            except BrokenPipeError:  # the kernel does not kill this process if the parent has died before it could ask
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def _beat(self) -> None:
+        while True:
+            self.tell(State.ALIVE)
+            time.sleep(BEAT_SECONDS)
+
+
+def is_child() -> bool:
+    """Return whether this process was started by one that starts its rank again."""
+    return RESTART_COUNT in os.environ
+
+
+@functools.cache
+def this_process() -> ChildProcess:
+    """Return this process as the child that runs a rank; from the first call on it tells that it is alive."""
+    return ChildProcess()

@@ -73,8 +73,10 @@ def foretold(folder: Path, layouts: str) -> int:
 
 
 def test_bench_finds_every_bit_right_and_bytes_at_lower_bound(tmp_path: Path) -> None:
+    """Of a recipe with settings that the bench leaves without effect, one of them a section in `rollout`."""
     arguments = "--json --hidden 512 --layers 2 --repeats 2 --changed 0.02 machine.gpus_per_node=2"
-    found = json.loads(bench(tmp_path, SPARSE, *arguments.split()))
+    others = "rollout.keep_weights=true rollout.agents.command=agent"
+    found = json.loads(bench(tmp_path, SPARSE, *arguments.split(), *others.split()))
     check(found, "gather", "delta")
     check_delta(found, 0.02)
     assert found["gather_bytes"] == 4 * found["received_bytes"]

@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoConfig
 
+from hybrid3d.bench import fitting
 from hybrid3d.bench.scaling import Scale, scale_recipe
 from hybrid3d.config import Recipe, RecipeError, load_recipe
 from hybrid3d.inputs.models import read_config
@@ -89,6 +91,17 @@ def test_container_s_limit_counts_and_its_caches_do_not(tmp_path: Path, monkeypa
     assert hardware.available_memory() == 500
     (tmp_path / "memory.max").write_text("max\n")
     assert hardware.available_memory() > 1000
+
+
+def test_process_that_starts_the_ranks_has_no_cuda_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one, which queries the engines, says how much is free."""
+    smaller, config = scale_recipe(dense(f"run.dir={tmp_path}"), Scale())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", None)
+    answer = [[[2_000_000_000, 0], [0, 0]], 1_000_000_000]
+    monkeypatch.setattr(fitting, "run_in_subprocess", lambda module, recipe: json.dumps(answer))
+    with pytest.raises(RecipeError, match=r"takes 2\.0 GB of memory, and 1\.0 GB are free"):
+        fitting.check_benchmark_memory(smaller, config)
 
 
 @pytest.mark.parametrize("layers", [2, 4, 8])

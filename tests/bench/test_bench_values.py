@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from methods.gathered_delta import positions_inside
 
 from hybrid3d.bench.values import SyntheticChanges, SyntheticWeights, fill
-from hybrid3d.reshard.delta.changes import changed_positions
+from hybrid3d.reshard.delta.runs import changed_positions
 from hybrid3d.reshard.ends import NamedTensors
 from hybrid3d.reshard.plan.box import Box
 from hybrid3d.reshard.plan.layout import Holdings, Piece, View

@@ -14,8 +14,11 @@ from checkpoints import FAMILIES
 from commands import ROOT, hybrid3d
 from hybrid3d import cli
 from hybrid3d.certify.findings import CHECKS, Findings, describe_difference
-from hybrid3d.certify.tiny_config import shrunk
+from hybrid3d.certify.task import raw_recipe
+from hybrid3d.certify.tiny_models import shrunk
+from hybrid3d.config import read_recipe
 from hybrid3d.families import family_of
+from hybrid3d.generation.engine import Completion
 from run_ranks import run_ranks
 
 MODELS = sorted(path.parent for path in (ROOT / "recipes/models").glob("*/config.json"))
@@ -99,6 +102,33 @@ def test_difference_names_the_element() -> None:
     findings.compare("weights", {"a": expected, "b": expected}, {"a": found, "c": expected})
     wrong = findings.checks["weights"].wrong
     assert [text.partition(":")[0] for text in wrong] == ["b", "c", "a"]
+
+
+@pytest.mark.engines
+def test_answer_that_begins_like_the_other_differs_in_length() -> None:
+    from hybrid3d.certify.rounds import describe_answers
+
+    live, fresh = Completion((5, 6, 7), (-0.5, -1.0, -1.5), 0), Completion((5, 6), (-0.5, -1.0), 0)
+    assert describe_answers(live, fresh) == "the answer has 3 tokens instead of 2"
+    assert describe_answers(fresh, live) == "the answer has 2 tokens instead of 3"
+    other = Completion((5, 4), (-0.5, -0.25), 0)
+    assert describe_answers(live, other) == "the answer's token 1 is token 6 at -1 instead of token 4 at -0.25"
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize(("length", "answer"), [(288, 8), (24, 8), (9, 8), (2, 1)])
+def test_prompts_leave_room_for_the_answer(length: int, answer: int) -> None:
+    from hybrid3d.certify.rounds import prompts_of
+
+    model = str(ROOT / "recipes/models/qwen3-8b")
+    raw = raw_recipe("certify", model, length)
+    raw["rollout"]["max_new_tokens"] = answer
+    requests = prompts_of(100, read_recipe(raw, "certify", []))
+    assert len(requests) == 4
+    for request in requests:
+        assert request.max_new_tokens == answer
+        assert 1 <= len(request.prompt_ids) <= length - answer
+    assert max(len(request.prompt_ids) for request in requests) == length - answer
 
 
 @pytest.mark.parametrize("model", MODELS, ids=[path.name for path in MODELS])

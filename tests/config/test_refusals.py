@@ -23,8 +23,12 @@ ROOT = Path(__file__).resolve().parents[2]
 TREES = {path.name: ast.parse(path.read_text()) for path in sorted((ROOT / "src/hybrid3d/config").glob("*.py"))}
 MOST_NOT_BUILT = 13
 
-# What makes a record, or gives the settings of several, and which of its arguments they are
-SETTINGS_AT = {"arithmetic": 0, "by_engine": 1, "definition": 0, "not_built": 0, "_check_rules": 0}
+MAKERS = {
+    "arithmetic": 0,
+    "by_engine": 1,
+    "definition": 0,
+    "not_built": 0,
+}  # and which of their arguments the message is
 FROM_CONFIG_JSON = {"head_dim", "kv_lora_rank", "qk_rope_head_dim"}
 
 
@@ -60,17 +64,21 @@ def conditions_in(kind: type) -> Iterator[OnlyIf]:
             yield from conditions_in(section)
 
 
+def text_of(node: ast.expr) -> str:
+    """A text, with a star for each part in braces."""
+    parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+    return "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in parts)
+
+
 def words(node: ast.expr) -> list[str]:
     """The patterns of the dotted names in a text, of which a part in braces may be anything."""
-    parts = node.values if isinstance(node, ast.JoinedStr) else [node]
-    text = "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in parts)
-    return [re.escape(word).replace(r"\*", ".+") for word in text.split()]
+    return [re.escape(word).replace(r"\*", ".+") for word in text_of(node).split()]
 
 
 def test_rules_yield_records() -> None:
     yields = [(file, node) for file, tree in TREES.items() for node in ast.walk(tree) if isinstance(node, ast.Yield)]
     assert len(yields) > 90
-    makers = {"Refusal", *SETTINGS_AT} - {"_check_rules"}
+    makers = {"Refusal", *MAKERS}
     others = [f"{file}:{node.lineno}" for file, node in yields if called(node.value) not in makers]
     assert not others, f"no record is yielded at {', '.join(others)}"
 
@@ -85,7 +93,7 @@ def test_engines_are_those_of_the_project_file() -> None:
         assert engine in pins, f"{where}: {engine} is not the range in pyproject.toml: can a version of it do it?"
     assert "engine" not in {condition.kind for condition in conditions_in(Recipe)}
     with pytest.raises(AssertionError, match="names the engine"):
-        Refusal(("train.tp",), "engine", "no engine is named")
+        Refusal("engine", "no engine is named")
 
 
 def test_ever_fewer_are_not_built() -> None:
@@ -95,15 +103,24 @@ def test_ever_fewer_are_not_built() -> None:
 
 
 def test_their_settings_exist() -> None:
+    """Those for which values are suggested, and those that messages give with their values."""
     known = {*settings_in(Recipe), *FROM_CONFIG_JSON}
     assert {"train.tp", "async.partial", "rollout.agents.port", "critic.optimizer.min_lr", "lora.sync"} <= known
-    for where, call in calls_of(*SETTINGS_AT):
-        given = call.args[SETTINGS_AT[called(call)]]
+    suggested = [(where, call.args[0]) for where, call in calls_of("_check_rules")]
+    told: list[str] = []
+    for where, call in calls_of(*MAKERS):
+        message, *others = call.args[MAKERS[called(call)] :]
+        suggested += [(where, settings) for settings in others[:1]]
+        told += [f"{where}: {word}" for word in re.findall(r"\b([a-z_]+\.[a-z_.]+)[=:]", text_of(message))]
+    assert len(suggested) > 25
+    for where, given in suggested:
         if ast.unparse(given) == "key":  # of a parameter, or one of a few that stand above the call
             continue
         assert words(given), where
         for word in words(given):
             assert any(re.fullmatch(word, name) for name in known), f"{where}: no setting is called {word}"
+    assert len(told) > 50
+    assert [word for word in told if word.partition(": ")[2] not in known] == []
     deciding = {key for condition in conditions_in(Recipe) for key in condition.decided_by}
     assert len(deciding) > 3
     assert deciding <= known

@@ -10,17 +10,21 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from packaging.specifiers import SpecifierSet
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 import warm_python
 from hybrid3d import cli
 from hybrid3d.config import load_recipe
-from hybrid3d.doctor import files, groups, network, resources
+from hybrid3d.doctor import answers, files, groups, network, resources
 from hybrid3d.doctor import resources as devices
 from hybrid3d.doctor.finding import CANNOT_START, OK, SLOW, Context, Finding
 from hybrid3d.doctor.page import EXAMINATIONS, can_start, format_json, format_page
@@ -372,6 +376,7 @@ def test_nodes_of_a_launcher_are_examined_by_their_first_ranks(tmp_path: Path) -
     assert "selects no interface" in found[f"{host}: interfaces"]["found"]
     assert any("2 ranks need" in finding["found"] for finding in page["findings"])
     assert len([finding for finding in page["findings"] if finding["subject"] == f"{host}: limits"]) == 1
+    assert not list(tmp_path.glob("hybrid3d-doctor-*"))
 
 
 def measurement(name: str, link: str, gb_per_s: float) -> dict[str, Any]:
@@ -434,8 +439,8 @@ def gpu_findings(
     return list(devices.check_gpus(Context(load_recipe(RECIPE), answers, variables)))
 
 
-SEEN = {"gpus": [{"name": "NVIDIA H100 80GB HBM3", "bytes": 85_000_000_000}], "versions": {"cuda": "13.0"}}
-UNSEEN = {"gpus": [], "versions": {"cuda": "13.0"}}
+SEEN = {"gpus": [{"name": "NVIDIA H100 80GB HBM3", "bytes": 85_000_000_000}], "cuda": "13.0"}
+UNSEEN = {"gpus": [], "cuda": "13.0"}
 
 
 @pytest.mark.parametrize(
@@ -463,7 +468,7 @@ def test_gpu_that_is_not_well(
 def test_gpus_that_torch_does_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hidden = gpu_findings(tmp_path, monkeypatch, [HEALTHY], UNSEEN, CUDA_VISIBLE_DEVICES="")
     assert (hidden[0].severity, hidden[0].fix) == (SLOW, "unset CUDA_VISIBLE_DEVICES")
-    on_cpu = {"gpus": [], "versions": {"cuda": "None"}}
+    on_cpu = {"gpus": [], "cuda": "None"}
     assert "this build of torch is for CPUs" in gpu_findings(tmp_path, monkeypatch, [HEALTHY], on_cpu)[0].found
     old = {**UNSEEN, "cuda_error": "The NVIDIA driver on your system is too old (found version 12020)."}
     found = gpu_findings(tmp_path, monkeypatch, [HEALTHY], old)[0]
@@ -474,6 +479,21 @@ def test_gpus_that_torch_does_not_see(tmp_path: Path, monkeypatch: pytest.Monkey
     assert gpu_findings(tmp_path, monkeypatch, [HEALTHY], small)[1].fix == "machine.memory_gb=24"
     two = gpu_findings(tmp_path, monkeypatch, [HEALTHY, HEALTHY.replace("0,", "1,", 1)], SEEN)
     assert two[-1].found == "NVLink: 1 links of a GPU, 27 GB/s together"
+
+
+def test_gpus_that_nvidia_smi_does_not_tell_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, silent = gpu_findings(tmp_path, monkeypatch, [], SEEN)
+    assert (found.severity, silent.severity) == (OK, SLOW)
+    assert "ECC errors, clocks, persistence mode and NVLink are not checked" in silent.found
+    assert silent.fix.startswith("nvidia-smi --query-gpu=index,")
+    assert [one.severity for one in gpu_findings(tmp_path, monkeypatch, [], UNSEEN)] == [OK]
+
+
+@pytest.mark.parametrize("name", ["a..b", "a" * 70])
+def test_host_that_no_name_service_takes_does_not_resolve(name: str) -> None:
+    (found,) = network.check_rendezvous(Context(None, {}, {"MASTER_ADDR": name}))
+    assert found.severity == CANNOT_START
+    assert f"MASTER_ADDR={name!r} does not resolve (" in found.found
 
 
 @pytest.mark.parametrize(
@@ -513,6 +533,21 @@ def test_checkpoints_that_stay(tmp_path: Path) -> None:
     assert list(counts.values()) == [2, 3, 1, 100, 3, 1]
     (tmp_path / "checkpoints" / "step-000020").mkdir(parents=True)
     assert files._new_checkpoints(replace(run, steps=1000, checkpoint_every=10, keep_last=2), folder) == 2
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("critic", [0, 1])
+def test_checkpoint_bytes_are_of_what_is_trained(critic: int, tiny_checkpoint: Callable[..., Path]) -> None:
+    """Of adapters by PEFT's count; a critic is whole. An element has its moments, and its weight twice."""
+    folder = tiny_checkpoint("qwen2")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    whole = sum(p.numel() for p in model.parameters())
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+    adapters, _ = adapted.get_nb_trainable_parameters()
+    algorithm = ["algorithm.name=ppo"] if critic else []
+    for lora, policy in ((["lora.rank=4"], adapters), ([], whole)):
+        recipe = load_recipe(RECIPE, [f"model.path={folder}", "model.dtype=float32", *lora, *algorithm])
+        assert answers._needs(recipe)["checkpoint_bytes"] == (policy + critic * whole) * 16
 
 
 SUBJECTS = [

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from gpu.comparisons import TOLERANCE, compare, in_both
-from hybrid3d.certify.tiny_models import CONFIGS, _values, split_mix
+from gpu.models import CONFIGS
+from hybrid3d.certify.tiny_models import _values, split_mix
 
 pytestmark = pytest.mark.engines
 

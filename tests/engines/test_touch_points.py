@@ -426,6 +426,17 @@ def test_place_without_an_engine_is_a_mistake(tmp_path: Path, capsys: pytest.Cap
     assert "expected a folder that has megatron/core/ or vllm/ or torch/" in " ".join(capsys.readouterr().err.split())
 
 
+def test_wheel_with_a_damaged_list_of_files_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = tmp_path / "vllm.whl"
+    with zipfile.ZipFile(place, "w") as archive:
+        archive.writestr("vllm/__init__.py", "")
+    data = place.read_bytes()
+    place.write_bytes(data.replace(b"PK\x01\x02", b"PK\x01\x03"))  # how an entry of the list begins
+    assert cli.main(["certify", "--touch-points", str(place)]) == cli.MISTAKE
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"{place}: a damaged wheel (Bad magic number for central directory): download it again" in said
+
+
 def test_certify_refuses_an_engine_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def refuse() -> list[str]:
         raise UserMistake("it is missing")

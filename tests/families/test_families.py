@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid3d.families import FAMILIES, UNSUPPORTED, Family, Rope, UnsupportedModel, family_of, head_dim, rope_of
-from hybrid3d.families.deepseek import COUNTS
+from hybrid3d.families import FAMILIES, Family, UnsupportedModel, family_of, head_dim
 from hybrid3d.families.family import GroupedQKV, PaddedVocabulary, RowRange, StackedTensors
-from hybrid3d.families.shared_experts import EXPERT_COUNTS
+from hybrid3d.families.rope import Rope, rope_of
+from hybrid3d.families.shared_experts import COUNTS, EXPERT_COUNTS
+from hybrid3d.families.unsupported import UNSUPPORTED
 from hybrid3d.inputs.models import read_config
 
 DENSE = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")

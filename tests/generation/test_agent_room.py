@@ -29,6 +29,7 @@ class Tokenizer(SimpleNamespace):
 
 TOKENIZER: Any = Tokenizer(
     decode=lambda tokens, **_: "".join(chr(96 + token) for token in tokens if token),
+    encode=lambda text, **_: [],
     eos_token_id=END,
     get_vocab=lambda: {chr(96 + token): token for token in range(1, 27)},
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +17,7 @@ from hybrid3d.generation.rollouts import FailedRewards, Rollouts
 from hybrid3d.generation.samples import Sample
 from hybrid3d.generation.scheduler import Answers
 from hybrid3d.rl.data import Example
-from hybrid3d.scoring.function_scorer import FunctionScorer
-from hybrid3d.scoring.scorer import Scorers, Scores
+from hybrid3d.scoring.scorer import FunctionScorer, Scorers, Scores
 from queries import score
 
 pytestmark = pytest.mark.processes
@@ -95,7 +95,7 @@ def test_reward_that_ends_its_process_is_told_at_once() -> None:
         "abort": "-6",
         "SIGKILL": "-9",
     }
-    with FunctionScorer("mine:leaving", workers=2, timeout_seconds=LIMIT, default=-1.0) as scorer:
+    with closing(FunctionScorer("mine:leaving", workers=2, timeout_seconds=LIMIT, default=-1.0)) as scorer:
         score(scorer, [("", "", "")])
         for answer, code in exits.items():
             begin = time.monotonic()
@@ -112,7 +112,7 @@ def test_reward_that_ends_its_process_is_told_at_once() -> None:
 
 @pytest.mark.parametrize("kind", ["list", "tuple", "array", "float32", "tensor"])
 def test_batched_rewards_as_a_sequence(kind: str) -> None:
-    with FunctionScorer("mine:returning", workers=1, timeout_seconds=60.0, default=-1.0) as scorer:
+    with closing(FunctionScorer("mine:returning", workers=1, timeout_seconds=60.0, default=-1.0)) as scorer:
         assert score(scorer, [(kind, "", "")] * 2) == Scores([0.5, 0.5], {}, {})
 
 
@@ -129,7 +129,7 @@ def test_batched_rewards_that_are_no_sequence() -> None:
         "number": "0.5 (float)",
         "None": "None (NoneType)",
     }
-    with FunctionScorer("mine:returning", workers=1, timeout_seconds=LIMIT, default=-1.0) as scorer:
+    with closing(FunctionScorer("mine:returning", workers=1, timeout_seconds=LIMIT, default=-1.0)) as scorer:
         for kind, shown in said.items():
             scores = score(scorer, [(kind, "", "")] * 2)
             assert (scores.rewards, scores.failures) == ([-1.0, -1.0], {"wrong_type": 2}), kind

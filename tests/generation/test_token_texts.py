@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import mistral_common
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from sentencepiece import SentencePieceProcessor
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -19,9 +21,9 @@ from hybrid3d.generation.agents.history import Call, CallResult, History, Prompt
 from hybrid3d.generation.agents.requests import _logprobs, split_bytes
 from hybrid3d.generation.agents.sessions import SessionPool
 from hybrid3d.generation.engine import Completion, Sampling
-from hybrid3d.generation.stops import Stops, check_stops, find_stops, pause_tokens
+from hybrid3d.generation.stops import Stops, check_stops, ends_with_stop, find_stops, pause_tokens
 from hybrid3d.generation.turns import Trajectory, Turns
-from hybrid3d.rl.data import Example, encode_pair, encode_prompt
+from hybrid3d.rl.data import Example, PromptData
 from hybrid3d.rl.token_texts import TokenTexts, decode_part, encode_part
 from hybrid3d.scoring.environments import Reply
 
@@ -198,7 +200,8 @@ def make_turns(tokenizer: Any, environment: Sequence[str] = (), ends: Sequence[s
     turns = Turns.__new__(Turns)  # without the processes of an environment
     turns._tokenizer, turns._end_token, turns._end_tokens = tokenizer, tokenizer.eos_token_id, {tokenizer.eos_token_id}
     turns._stops, turns._ends = find_stops(tokenizer, environment), find_stops(tokenizer, ends)
-    turns._stop_tokens, turns._max_new_tokens, turns._max_replies = pause_tokens(tokenizer, turns._stops), 99, 8
+    turns._stop_tokens = pause_tokens(TokenTexts(tokenizer), turns._stops)
+    turns._max_new_tokens, turns._max_replies = 99, 8
     return turns
 
 
@@ -219,14 +222,16 @@ def test_environment_reads_and_writes_as_in_one_text(
 
 @pytest.mark.parametrize("form", FORMS)
 def test_answer_of_sft_begins_without_a_blank(
-    form: str, sentencepiece: dict[str, Any], reference: SentencePieceProcessor
+    form: str, sentencepiece: dict[str, Any], reference: SentencePieceProcessor, tmp_path: Path
 ) -> None:
     tokenizer, prompt = sentencepiece[form], "<|user|>\nAre you there?\n<|assistant|>\n"
-    tokens, count = encode_pair(
-        tokenizer, Example(0, prompt, "The answer", tuple(encode_prompt(tokenizer, prompt))), 99
+    pq.write_table(pa.table({"q": [prompt], "a": ["The answer"]}), tmp_path / "data.parquet")
+    data = PromptData.read(
+        tmp_path / "data.parquet", tokenizer, prompt="q", answer="a", max_prompt_tokens=99, max_tokens=99
     )
+    (tokens,) = data.examples[0].trained
     assert list(tokens) == [*reference.encode(f"{prompt}The answer"), tokenizer.eos_token_id]
-    assert count == len(reference.encode(prompt))
+    assert len(data.examples[0].prompt_ids) == len(reference.encode(prompt))
 
 
 MIXTRAL = (  # whose template writes a blank before a reply
@@ -268,7 +273,49 @@ def test_special_token_is_a_stop_by_its_id(byte_level: dict[str, Any]) -> None:
     assert find_stops(tokenizer, ["<|im_end|>"]) == Stops((), frozenset({end}))
     both = find_stops(tokenizer, ["<|im_end|>", "="])
     assert (both.texts, both.ids) == (("=",), {end})
-    assert pause_tokens(tokenizer, both) == {end, *(n for n in range(len(tokenizer)) if "=" in tokenizer.decode([n]))}
+    with_text = {token for token in range(len(tokenizer)) if "=" in tokenizer.decode([token])}
+    assert pause_tokens(TokenTexts(tokenizer), both) == {end, *with_text}
+
+
+class Letters:
+    """A vocabulary of these texts."""
+
+    def __init__(self, *texts: str):
+        self.texts = texts
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return []
+
+    def decode(self, token_ids: list[int], **settings: bool) -> str:
+        return "".join(self.texts[token] for token in token_ids)
+
+
+def test_generating_pauses_at_every_token_that_can_end_a_stop() -> None:
+    texts = TokenTexts(Letters("", "a", "=", " =", "==", "</", "tool", ">", "=>"))
+    assert pause_tokens(texts, Stops(("=",))) == {2, 3, 4, 8}
+    assert pause_tokens(texts, Stops(("=", "</tool>"))) == {2, 3, 4, 7, 8}
+    assert pause_tokens(texts, Stops()) == set()
+    with pytest.raises(ValueError, match=r"stop '\?!': none of the tokenizer's 9 tokens has '!' in it"):
+        pause_tokens(texts, Stops(("?!",)))
+
+
+@pytest.mark.parametrize(
+    ("text", "last", "there"),
+    [
+        ("1+1=", "=", True),
+        ("1=1", "1", False),
+        ("1=", " =", True),
+        ("a </tool>", ">", True),
+        ("a </tool> b>", "b>", False),
+        ("a </tool>", "ool>", True),
+        ("a >", ">", False),
+    ],
+)
+def test_whether_a_stop_ends_in_the_last_token(text: str, last: str, there: bool) -> None:
+    assert ends_with_stop(text, last, ["=", "</tool>"]) is there
 
 
 @pytest.mark.parametrize(
@@ -311,9 +358,9 @@ def test_stops_with_a_blank_at_their_end_pause_at_it(sentencepiece: dict[str, An
     texts = TokenTexts(tokenizer)
     clips = tokenizer.convert_tokens_to_ids("▁answer")
     assert texts.decode([clips]) == " answer"
-    assert clips in pause_tokens(tokenizer, find_stops(tokenizer, ["Observation: "]))
+    assert clips in pause_tokens(TokenTexts(tokenizer), find_stops(tokenizer, ["Observation: "]))
     last = tokenizer.encode("。", add_special_tokens=False)[-1]
-    assert last in pause_tokens(tokenizer, find_stops(tokenizer, ["。"]))
+    assert last in pause_tokens(TokenTexts(tokenizer), find_stops(tokenizer, ["。"]))
 
 
 SPLIT = ["é 😀 7", "日本語が好き。", "naïve — “quotes” 1→2", "👩‍👩‍👧 end", "\N{OGHAM SPACE MARK}x", "plain"]
@@ -417,3 +464,20 @@ def test_agents_stop_that_is_a_special_token_ends_its_reply(byte_level: dict[str
     assert end in request.stop_tokens
     pool.follow({number: Completion((*said, end), (), 0)}, False)
     assert (result.result(1).text, result.result(1).finish_reason) == ("She sold 48", "stop")
+
+
+def test_agents_further_stops_do_not_decode_the_vocabulary_again(
+    byte_level: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Meanwhile the endpoint reads no other agent's call."""
+    tokenizer, decoded = byte_level["bytes"], list[Any]()
+    rollout = load_recipe(Path(__file__).parents[2] / "recipes/demo-cpu.yaml", ["rollout.agents={port: 9000}"]).rollout
+    assert rollout is not None
+    pool = SessionPool(tokenizer, rollout, [tokenizer.eos_token_id])
+    pool.serve([pool.open(Example(0, "q", "a", (5,)), 1, 0)], Sampling())
+    session, decode = pool.take().result(1), type(tokenizer).decode
+    pool.begin(session.id, Call(PromptText("How many?"), stops=("=",)))
+    monkeypatch.setattr(type(tokenizer), "decode", lambda *given, **more: decoded.append(1) or decode(*given, **more))
+    for number in range(5):
+        pool.begin(session.id, Call(PromptText("How many?"), stops=(f"{number} =",)))
+    assert len(decoded) < len(tokenizer) / 2

@@ -24,9 +24,9 @@ from typing import Any
 
 import pytest
 
+from gpu.machine import Machine, in_subprocess
 from gpu.record import Record
 from hybrid3d.cli.terminal import why_unwritable
-from hybrid3d.doctor.machine import Machine, in_subprocess
 from hybrid3d.process import kill_descendants_on_exit
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -232,7 +232,7 @@ def run_check(item: pytest.Item, device: str, environment: Mapping[str, str], se
 def environment(device: str) -> dict[str, str]:
     """Return the environment of the processes: these sources, no rank's variables, nothing downloaded."""
     found = {key: value for key, value in os.environ.items() if not key.startswith(RANK_VARIABLES)}
-    path = [str(ROOT / "src"), str(ROOT / "tests"), *filter(None, [found.get("PYTHONPATH")])]
+    path = [str(ROOT / name) for name in ("src", "tests", "benchmarks")] + [*filter(None, [found.get("PYTHONPATH")])]
     found |= {"PYTHONPATH": os.pathsep.join(path), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     if device == "cpu":
         found["CUDA_VISIBLE_DEVICES"] = ""

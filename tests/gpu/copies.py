@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from copy_rates import copied_bytes, measure
 
+from gpu.models import CONFIGS
 from gpu.record import Record
-from hybrid3d.bench.wire import copied_bytes, measure
-from hybrid3d.certify.tiny_models import CONFIGS
 from hybrid3d.config import Train
 from hybrid3d.reshard.plan.layout import Demand
 from hybrid3d.reshard.plan.planner import make_plan

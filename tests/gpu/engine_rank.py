@@ -7,8 +7,8 @@ from typing import Any, Literal
 import torch
 
 from gpu.engines import ANSWER, recipe_of_rank
-from hybrid3d import distributed
-from hybrid3d.certify.tiny_models import CONFIGS
+from gpu.models import CONFIGS
+from hybrid3d import distributed, launch_environment
 from hybrid3d.config import Train
 from hybrid3d.generation.engine import GenerationRequest, Sampling, complete
 from hybrid3d.reshard.files import load_files
@@ -42,7 +42,7 @@ def sync_and_generate(
     runtime.initialize(Train(tp=ranks), seed=1)
     recipe = recipe_of_rank(folders[0], dtype, tp, ranks, quantization, keeps)
     policy = Policy(CONFIGS[family], recipe, rank, trainable=False)
-    engine = RolloutEngine(recipe, rank, distributed.run_id(), slots)
+    engine = RolloutEngine(recipe, rank, launch_environment.run_id(), slots)
     sync = policy_sync(recipe, group, policy, engine)
     means, largest, change = [], [], []
     batch: Batch | None = None

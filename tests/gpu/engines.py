@@ -14,9 +14,10 @@ import torch
 import yaml
 
 from gpu import one_rank
+from gpu.models import CONFIGS
 from gpu.ranks import run_on_ranks
 from gpu.record import Record
-from hybrid3d.certify.tiny_models import CONFIGS, write_checkpoint, write_config
+from hybrid3d.certify.tiny_models import write_checkpoint, write_config
 from hybrid3d.config import Recipe, Rollout, Sync
 
 VERSIONS = 3

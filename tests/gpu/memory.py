@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 
 from gpu import one_rank
+from gpu.models import SIZES
 from gpu.record import Record
-from hybrid3d.certify.tiny_models import SIZES, write_checkpoint
+from hybrid3d.certify.tiny_models import write_checkpoint
 from hybrid3d.config import Rollout
 from hybrid3d.planning.memory import count_parameters, estimate_stages
 from hybrid3d.reshard.move.device import synchronize

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from gpu import one_rank
+from gpu.models import CONFIGS
 from gpu.record import Record
-from hybrid3d.certify.tiny_models import CONFIGS, write_checkpoint
+from hybrid3d.certify.tiny_models import write_checkpoint
 from hybrid3d.config import Recipe
 from hybrid3d.rl.objective import sft_loss
 from hybrid3d.train.megatron import checkpoint
@@ -114,7 +115,7 @@ def first_checkpoint(record: Record, device: str) -> None:
             first, second = (one_rank.make_policy(config, recipe) for recipe in recipes)
             before = {name: tensor.detach().clone() for name, tensor in first.weights.tensors.items()}
             saved = Path(path) / f"saved-{dtype}"
-            checkpoint.save({"policy": first}, saved, {"step": 0}, group)
+            checkpoint.begin({"policy": first}, saved, {"step": 0}, group).finish()
             moved = [
                 name for name, tensor in first.weights.tensors.items() if one_rank.bits_differ(tensor, before[name])
             ]

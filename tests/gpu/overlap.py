@@ -16,11 +16,12 @@ import torch
 from gpu import one_rank
 from gpu.comparisons import Interval, in_both
 from gpu.host_waits import no_synchronization
+from gpu.models import SIZES
 from gpu.record import Record
-from hybrid3d.certify.tiny_models import SIZES, write_checkpoint
+from hybrid3d.certify.tiny_models import write_checkpoint
 from hybrid3d.config import Recipe, Sync
 from hybrid3d.reshard.ends import PlainSink
-from hybrid3d.reshard.move.device import SideStream, Stream, synchronize
+from hybrid3d.reshard.move.device import SideStream, synchronize
 from hybrid3d.rl.objective import sft_loss
 from hybrid3d.sync import WeightSync, weight_sync
 from hybrid3d.train.megatron.policy import Policy
@@ -57,16 +58,17 @@ class Clock:
         return self._start.elapsed_time(marks[0]), self._start.elapsed_time(marks[1])
 
 
-class MarkedStream:
+class MarkedStream(SideStream):
     """The side stream of a sync, with a mark where work on it begins and ends."""
 
-    def __init__(self, stream: Stream, clock: Clock):
-        self._stream, self.clock = stream, clock
+    def __init__(self, clock: Clock):
+        super().__init__()
+        self.clock = clock
         self.marks: list[tuple[Any, Any]] = []
 
     @contextlib.contextmanager
     def behind(self) -> Iterator[None]:
-        with self._stream.behind():
+        with super().behind():
             before = self.clock.mark()
             yield
             self.marks.append((before, self.clock.mark()))
@@ -89,8 +91,8 @@ def overlap(record: Record, device: str, must_overlap: bool) -> None:
         )
         policy, other = (one_rank.make_policy(config, recipe, trainable) for trainable in (True, False))
     landing = PlainSink(other.weights.tensors, other.weights.demand)
-    stream = MarkedStream(SideStream(), Clock(device))
-    sync = weight_sync(recipe, group, policy.source(), landing, stream=stream)
+    sync = weight_sync(recipe, group, policy.source(), landing)
+    sync._stream = stream = MarkedStream(Clock(device))
     record(weight_bytes=sum(p.nbytes for p in landing.demand.pieces), optimizer_buckets=len(policy._stepping))
     apart, together = [], []
     for version in range(ROUNDS):

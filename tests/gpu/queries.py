@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from gpu import one_rank
+from gpu.models import CONFIGS
 from gpu.record import Record
-from hybrid3d.certify.tiny_models import CONFIGS
 from hybrid3d.config import Train
 from hybrid3d.reshard.plan.layout import Holdings
 from hybrid3d.train.megatron.build import build_model

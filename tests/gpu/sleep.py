@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gpu.record import Record
-from hybrid3d.rollout.sleep_allocator import load_sleep_allocator
+from gpu.sleep_allocator import load_sleep_allocator
 from hybrid3d.run.oom_recovery import find_out_of_memory
 
 SIZE = 8192

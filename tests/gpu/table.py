@@ -16,7 +16,7 @@ class Check:
         about: what it checks, in a few words.
         function: `module:function` of this folder. It is called as `function(record, device, **arguments)`.
         seconds: its time limit.
-        needs: what must be present, as the names in `doctor/machine.py: NEEDS`.
+        needs: what must be present, as the names in `machine.py: NEEDS`.
         environment: variables of its process; None unsets one.
     """
 

@@ -20,8 +20,9 @@ import torch
 
 from gpu import one_rank
 from gpu.comparisons import TOLERANCE, compare
+from gpu.models import CONFIGS
 from gpu.record import Record
-from hybrid3d.certify.tiny_models import CONFIGS, write_checkpoint
+from hybrid3d.certify.tiny_models import write_checkpoint
 from hybrid3d.config import Recipe
 from hybrid3d.families import Config
 from hybrid3d.reshard.move.device import synchronize

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from copy_rates import allocate
 
 from gpu import one_rank
 from gpu.host_waits import no_synchronization
+from gpu.models import CONFIGS
 from gpu.ranks import run_on_ranks
 from gpu.record import Record
 from hybrid3d import distributed
 from hybrid3d.bench.values import SyntheticWeights, fill, wrong
-from hybrid3d.bench.wire import allocate
-from hybrid3d.certify.tiny_models import CONFIGS
 from hybrid3d.config import Sync, Train
 from hybrid3d.reshard.ends import NamedTensors, PlainSink, PlainSource
 from hybrid3d.reshard.move.device import device as own_device

@@ -180,10 +180,10 @@ def test_package_keeps_its_budgets() -> None:
 @pytest.mark.parametrize(
     ("path", "added", "kinds"),
     [
-        ("sync/plan.py", "x = 1\n" * 10_000, {"lines", "lines of a room"}),
+        ("sync/session.py", "x = 1\n" * 10_000, {"lines", "lines of a room"}),
         ("attic/new.py", "x = 1\n", {"lines of a room"}),
         ("train/writing.py", "import os\n" * 10_000, {"lines", "lines of a room", "import lines"}),
-        ("sync/plan.py", "x = x is None\n" * 1000, {"comparisons with None"}),
+        ("sync/session.py", "x = x is None\n" * 1000, {"comparisons with None"}),
         ("trainer/learner.py", "x: Policy\n", {"engines"}),
     ],
 )
@@ -217,9 +217,9 @@ def test_budget_counts_import_lines_and_comparisons_with_none() -> None:
 def test_class_that_lacks_a_method_is_found(tmp_path: Path) -> None:
     """`tests/implementations.py` says which class implements which interface, and mypy reads it."""
     text = (ROOT / "tests/implementations.py").read_text()
-    wrong = text.replace("= (FunctionScorer,", "= (GroupExchange, FunctionScorer,")
+    wrong = text.replace("= (FunctionScorer,", "= (JsonExchange, FunctionScorer,")
     assert wrong != text
     (tmp_path / "wrong.py").write_text(wrong)
     command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), str(tmp_path / "wrong.py")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert "type[GroupExchange]" in done.stdout, done.stdout + done.stderr
+    assert "type[JsonExchange]" in done.stdout, done.stdout + done.stderr

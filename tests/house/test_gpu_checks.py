@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from gpu import machine
+from gpu.machine import NEEDS, Machine
 from gpu.table import CHECKS
-from hybrid3d.doctor import machine
-from hybrid3d.doctor.machine import NEEDS, Machine
 from run_ranks import environment
 from test_readme import exists, help_of, make_targets, paths, subcommands
 

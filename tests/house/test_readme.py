@@ -162,7 +162,7 @@ def test_pages_of_the_site_can_be_reached() -> None:
 
 
 # Without local_copies, which imports both engines before it reads its arguments, and what others import
-NO_SCRIPTS = ("local_copies", "predicted_changes")
+NO_SCRIPTS = ("copy_rates", "local_copies", "predicted_changes")
 BENCHMARKS = sorted(path for path in (ROOT / "benchmarks").glob("*.py") if path.stem not in NO_SCRIPTS)
 
 

@@ -119,7 +119,7 @@ CONSOLE = """
 import sys, tempfile
 from pathlib import Path
 from hybrid3d.launch.rank import _redirect
-from hybrid3d.run.display import Display
+from hybrid3d.run.logger import Display
 with tempfile.TemporaryDirectory() as folder:
     log = Path(folder) / "rank-0.log"
     display = Display("caf\\u00e9", 3, _redirect(log, keep_console=True))
@@ -177,10 +177,10 @@ def of(answer, reference, prompt):
 
 
 PROGRAM = """
-from hybrid3d.scoring.function_scorer import FunctionScorer
-from hybrid3d.scoring.scorer import Query
+from contextlib import closing
+from hybrid3d.scoring.scorer import FunctionScorer, Query
 if __name__ == "__main__":
-    with FunctionScorer("mine:of", 1, 60.0, 0.0) as scorer:
+    with closing(FunctionScorer("mine:of", 1, 60.0, 0.0)) as scorer:
         print(scorer.score([Query("a", "b", "c")]))
 """
 

@@ -21,8 +21,7 @@ from hybrid3d.config import Recipe, RecipeError, load_recipe, recipe_to_yaml
 from hybrid3d.generation.agents.history import History
 from hybrid3d.inputs.models import read_data, read_tokenizer
 from hybrid3d.rl.chats import InvalidRow, encode_answer
-from hybrid3d.rl.data import DataError, PromptData, encode_chat, encode_pair, encode_prompt
-from hybrid3d.rl.preference_data import PairData
+from hybrid3d.rl.data import DataError, PromptData, encode_chat, encode_prompt
 
 QWEN = (  # Qwen 2.5
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -204,10 +203,10 @@ def test_answer_ends_with_the_first_of_the_models_end_tokens(tmp_path: Path) -> 
         assert tokenizer.decode(encode_answer(tokenizer, "2+3?", "42", ends)[1]) == told
     path = write(tmp_path / "data.parquet", q=["2+3?"], a=["5"], bad=["6"])
     how: Any = dict(prompt="q", max_prompt_tokens=99, chat_template=True, end_tokens=[eos, end])
-    data = PromptData.read(path, tokenizer, answer="a", trains_answers=True, **how)
+    data = PromptData.read(path, tokenizer, answer="a", max_tokens=99, **how)
     assert tokenizer.decode(data.examples[0].answer_ids) == "5<|im_end|>"
-    pairs = PairData.read_pairs(path, tokenizer, chosen="a", rejected="bad", max_tokens=99, **how)
-    assert tokenizer.decode(pairs.examples[0].rejected).endswith("6<|im_end|>")
+    pairs = PromptData.read(path, tokenizer, answer="a", rejected="bad", max_tokens=99, **how)
+    assert tokenizer.decode(pairs.examples[0].rejected_ids).endswith("6<|im_end|>")
 
 
 def test_run_takes_end_tokens_from_the_checkpoint(tmp_path: Path) -> None:
@@ -248,19 +247,18 @@ def test_sft_and_dpo_read_them(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(R1, "</s>")
     path = write(tmp_path / "data.parquet", q=["2+3?"], a=["5"], bad=["6"])
     data = PromptData.read(
-        path, tokenizer, prompt="q", answer="a", max_prompt_tokens=99, chat_template=True, trains_answers=True
+        path, tokenizer, prompt="q", answer="a", max_prompt_tokens=99, chat_template=True, max_tokens=99
     )
-    tokens, count = encode_pair(tokenizer, data.examples[0], 99)
-    assert tokenizer.decode(tokens[:count]) == "<s><|User|>2+3?<|Assistant|>"
-    assert tokenizer.decode(tokens[count:]) == "5</s>"
+    assert tokenizer.decode(data.examples[0].prompt_ids) == "<s><|User|>2+3?<|Assistant|>"
+    assert tokenizer.decode(data.examples[0].answer_ids) == "5</s>"
     asked = PromptData.read(path, tokenizer, prompt="q", answer="a", max_prompt_tokens=99, chat_template=True)
     assert tokenizer.decode(asked.examples[0].prompt_ids) == "<s><|User|>2+3?<|Assistant|><think>\n"
-    columns = {"prompt": "q", "chosen": "a", "rejected": "bad"}
-    pairs = PairData.read_pairs(
+    columns = {"prompt": "q", "answer": "a", "rejected": "bad"}
+    pairs = PromptData.read(
         path, tokenizer, **columns, max_prompt_tokens=99, max_tokens=99, chat_template=True
     ).examples
-    assert tokenizer.decode(pairs[0].chosen) == "<s><|User|>2+3?<|Assistant|>5</s>"
-    assert tokenizer.decode(pairs[0].rejected[len(pairs[0].prompt_ids) :]) == "6</s>"
+    assert tokenizer.decode(pairs[0].trained[0]) == "<s><|User|>2+3?<|Assistant|>5</s>"
+    assert tokenizer.decode(pairs[0].rejected_ids) == "6</s>"
 
 
 TALK = [{"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "5"}]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -65,11 +67,11 @@ def test_served_teacher_is_the_teacher_in_megatron(tmp_path: Path, demo: Path, l
 def answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """A server that gives these answers: by path, a status and what is sent as JSON, or text as it is."""
     monkeypatch.setattr(completions, "PAUSE_SECONDS", 0.01)
-    given: dict[str, Any] = {"asked": []}
+    given: dict[str, Any] = {"asked": [], "busy": []}
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            status, found = given[self.path]
+            status, found = given["busy"].pop() if given["busy"] else given[self.path]
             body = (found if isinstance(found, str) else json.dumps(found)).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
@@ -133,6 +135,34 @@ def test_check_server_names_what_is_answered_wrongly(
     with pytest.raises(EndpointError, match=said) as raised:
         check_server(answers["url"], "algorithm.kl.endpoint", 600)
     assert str(raised.value).startswith(f"algorithm.kl.endpoint {answers['url']}")
+
+
+@pytest.mark.parametrize("status", [429, 502, 503, 504])
+def test_server_that_is_busy_is_asked_again(answers: dict[str, Any], status: int) -> None:
+    answers["/v1/models"], answers["busy"] = (200, MODELS), [(status, "later")] * 3
+    assert Completions(answers["url"], "here").model() == "teacher"
+    answers["busy"] = [(status, "later")] * 4
+    with pytest.raises(EndpointError, match=f"answered /models with status {status}: later"):
+        Completions(answers["url"], "here").model()
+    answers["busy"] = [(500, "broken"), (status, "later")]
+    with pytest.raises(EndpointError, match="answered /models with status 500: broken"):
+        Completions(answers["url"], "here").model()
+
+
+def test_server_to_which_connecting_takes_too_long_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its queue of connections is full, so that another one is not answered."""
+    monkeypatch.setattr(completions, "SECONDS", 0.3)
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail(f"it is asked again after {seconds} s"))
+    with contextlib.ExitStack() as sockets:
+        listening = sockets.enter_context(socket.socket())
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(0)
+        for _ in range(4):
+            waiting = sockets.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(listening.getsockname())
+        with pytest.raises(EndpointError, match=r"does not answer /models: .*timed out"):
+            Completions(f"http://127.0.0.1:{listening.getsockname()[1]}/v1", "here").model()
 
 
 def test_server_that_is_not_there_is_named(answers: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from vllm.lora.request import LoRARequest
 
-from hybrid3d import distributed
+from hybrid3d import distributed, launch_environment
 from hybrid3d.config import Lora, Train, recipe_to_yaml
 from hybrid3d.distributed import gather_objects
 from hybrid3d.generation.engine import GenerationRequest, complete
@@ -73,7 +73,7 @@ def main(out: str, model: str, adapters: str, rollout_tp: int, layout: str) -> N
         ),
     )
     policy = Policy(read_config(model), recipe, rank)
-    engine = RolloutEngine(recipe, rank, distributed.run_id(), [*range(group.size())])
+    engine = RolloutEngine(recipe, rank, launch_environment.run_id(), [*range(group.size())])
     sync = policy_sync(recipe, group, policy, engine)
     first = sync.run(0, verify=True)
     worker = engine.model_runner.lora_manager

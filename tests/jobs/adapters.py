@@ -55,7 +55,7 @@ def experts_only(config: Any, recipe: Recipe, spec: dict[str, Any], folder: Path
     alone = dataclasses.replace(recipe, lora=lora)
     policy = built(Policy, config, alone)
     sft_step(policy, spec, recipe.train.dp)
-    checkpoint.save({"policy": policy}, folder, {}, dist.group.WORLD)
+    checkpoint.begin({"policy": policy}, folder, {}, dist.group.WORLD).finish()
     again = built(Policy, config, alone)
     checkpoint.load({"policy": again}, folder, dist.group.WORLD)
     assert policy.adapters is not None
@@ -78,7 +78,7 @@ def one_layout(family: str, layout: dict[str, Any], spec: dict[str, Any], folder
         found["after"].append(adapters_of(policy))
     same = all(map(torch.equal, before, policy.weights.tensors.values()))
     found["base_is_unchanged"] = all(gather_objects(same, dist.group.WORLD))
-    checkpoint.save({"policy": policy}, folder, {}, dist.group.WORLD)
+    checkpoint.begin({"policy": policy}, folder, {}, dist.group.WORLD).finish()
     found["saved"] = sorted(FileSystemReader(folder).read_metadata().state_dict_metadata)
     forget(policy)
     policy = built(Policy, config, recipe)

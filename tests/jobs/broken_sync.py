@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from faulty_transport import Fault, FlippedBit, Killed, use_faulty_transports
-from hybrid3d import distributed
+from hybrid3d import distributed, launch_environment
 from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Sync, Train
 from hybrid3d.generation.engine import GenerationRequest, StaleWeights, complete
 from hybrid3d.rollout.engine import RolloutEngine
@@ -48,7 +48,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, when it sees that a rank is gone: it must wait
     folder, checkpoint, shared_memory = Path(sys.argv[1]), *sys.argv[2:]
     group = distributed.start()
-    rank, train = distributed.rank(), Train(tp=2, pp=2, micro_batch_size=1)
+    rank, train = launch_environment.rank(), Train(tp=2, pp=2, micro_batch_size=1)
     recipe = Recipe(
         name="broken",
         model=Model(path=checkpoint),
@@ -62,7 +62,7 @@ def main() -> None:
     )
     runtime.initialize(train, seed=1)
     policy = Policy(json.loads((Path(checkpoint) / "config.json").read_text()), recipe, rank, trainable=False)
-    engine = RolloutEngine(recipe, rank, distributed.run_id(), range(4))
+    engine = RolloutEngine(recipe, rank, launch_environment.run_id(), range(4))
     said = {"before": generate(engine)}
     use_faulty_transports()
     sync = policy_sync(recipe, group, policy, engine)

@@ -74,7 +74,7 @@ def resume(folders: dict[str, str], layouts: dict[str, Train], spec: dict[str, A
         policy = built(Policy, read_config(folders["start"]), recipe_for(folders["start"], train, spec))
         if number == 0:
             update(policy, spec, train.dp)
-            checkpoint.save({"policy": policy}, out, {}, dist.group.WORLD)
+            checkpoint.begin({"policy": policy}, out, {}, dist.group.WORLD).finish()
         else:
             checkpoint.load({"policy": policy}, out, dist.group.WORLD)
         found[name] = update(policy, spec, train.dp)

@@ -82,7 +82,7 @@ def resume(folders: dict[str, str], spec: dict[str, Any], out: Path) -> dict[str
     runtime.initialize(here, seed=1)
     policy, critic = both(folders, here, spec)
     sft_step(policy, spec, 1), value_step(critic, spec, 1)
-    checkpoint.save({"policy": policy, "critic": critic}, out, {}, dist.group.WORLD)
+    checkpoint.begin({"policy": policy, "critic": critic}, out, {}, dist.group.WORLD).finish()
     found = {"went on": [sft_step(policy, spec, 1), value_step(critic, spec, 1)]}
     forget(policy), forget(critic)
     runtime.shutdown()

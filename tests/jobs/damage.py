@@ -22,12 +22,10 @@ from hybrid3d import distributed
 from hybrid3d.config import load_recipe
 from hybrid3d.inputs.models import read_config
 from hybrid3d.reshard.move.transport import as_bytes
-from hybrid3d.run.display import Display
 from hybrid3d.run.folder import RunFolder, checkpoint_folder
-from hybrid3d.run.logger import RunLogger
+from hybrid3d.run.logger import Display, RunLogger
 from hybrid3d.storage import manifest
 from hybrid3d.train.megatron import checkpoint, runtime
-from hybrid3d.train.megatron.engine import MegatronEngine
 from hybrid3d.train.megatron.policy import Policy
 from hybrid3d.trainer.checkpoints import Checkpoints
 
@@ -109,7 +107,7 @@ def main(recipe_file: str, out: Path) -> None:
     config = read_config(recipe.model.path)
     policy = Policy(config, recipe, rank)
     models = {"policy": policy}
-    checkpoint.save(models, whole, {"told": 1}, dist.group.WORLD)
+    checkpoint.begin(models, whole, {"told": 1}, dist.group.WORLD).finish()
     other = Policy(config, recipe, rank, trainable=False)  # loaded into it would show
     for model in (policy, other):
         for tensor in model.weights.tensors.values():
@@ -133,9 +131,7 @@ def main(recipe_file: str, out: Path) -> None:
                 for name in was
             )
             if how in ("flipped in its middle", "a folder"):
-                checkpoints = Checkpoints(
-                    MegatronEngine(), models, 1, RunLogger(folder, rank, Display("run", 1, None)), dist.group.WORLD
-                )
+                checkpoints = Checkpoints(models, RunLogger(folder, rank, Display("run", 1, None)), dist.group.WORLD)
                 said["resume"] = {"raised": None, "step": checkpoints.resume()[0]}
                 for tensor in policy.weights.tensors.values():
                     tensor.data.add_(1)

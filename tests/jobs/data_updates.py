@@ -22,7 +22,6 @@ from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Run, Trai
 from hybrid3d.config.sections.algorithm import Preference
 from hybrid3d.inputs.models import read_config
 from hybrid3d.train.megatron import runtime
-from hybrid3d.train.megatron.engine import MegatronEngine
 from hybrid3d.train.megatron.policy import Policy
 from hybrid3d.trainer.data_loops import DpoUpdates, SftUpdates
 from hybrid3d.trainer.models import reference_of
@@ -46,7 +45,7 @@ def one_case(recipe: Recipe) -> dict[str, Any]:
     policy = Policy(read_config(recipe.model.path), recipe, dist.get_rank())
     is_dpo, reference = recipe.algorithm.name == "dpo", None
     if recipe.algorithm.uses_reference:
-        reference = reference_of(MegatronEngine(), recipe, policy, dist.get_rank())
+        reference = reference_of(recipe, policy, dist.get_rank())
     updates = DpoUpdates(recipe, policy, reference) if is_dpo else SftUpdates(recipe, policy)
     rows = []
     for step in range(recipe.run.steps):

@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 from broken_sync import generate
 from faulty_transport import Fault, FlippedBit, Killed, use_faulty_transports
-from hybrid3d import distributed
+from hybrid3d import distributed, launch_environment
 from hybrid3d.config import Algorithm, Data, Machine, Model, Optimizer, Recipe, Rollout, Run, Sync, Train
 from hybrid3d.families import family_of
-from hybrid3d.reshard.delta.changes import unpack_bits
+from hybrid3d.reshard.delta.encoding import unpack_bits
 from hybrid3d.reshard.files import load_files
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.objective import sft_loss
@@ -171,7 +171,11 @@ def prove(rank: int, rollout_tp: int, syncs: int, mode: str, folder: str, kept: 
     layouts = SPARSE_LAYOUTS if family_of(config).experts(config) else DENSE_LAYOUTS
     first = recipe_for(folder, layouts[0], rollout_tp, mode)
     use_faulty_transports()
-    engine, landed, results = Engine(first, rank, f"{distributed.run_id()}-{Path(folder).name}", range(4)), Landed(), []
+    engine, landed, results = (
+        Engine(first, rank, f"{launch_environment.run_id()}-{Path(folder).name}", range(4)),
+        Landed(),
+        [],
+    )
     kept.append(engine)  # an engine that is dropped takes the default process group with it
     for layout in layouts:
         runtime.initialize(layout, seed=1)
@@ -200,9 +204,9 @@ def main() -> None:
     results, kept = {}, []
     for one in cases:
         family, _, folder = one.partition("=")
-        results[family] = prove(distributed.rank(), int(rollout_tp), int(syncs), mode, folder, kept, out)
+        results[family] = prove(launch_environment.rank(), int(rollout_tp), int(syncs), mode, folder, kept, out)
     everyone = distributed.gather_objects(results, dist.group.WORLD)
-    if distributed.rank() == 0:
+    if launch_environment.rank() == 0:
         Path(out).write_text(json.dumps(everyone))
     dist.barrier()
 

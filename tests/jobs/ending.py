@@ -2,15 +2,15 @@
 
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
-from hybrid3d import distributed
+from hybrid3d import launch_environment
 from hybrid3d.config import load_recipe
 from hybrid3d.launch.rank import run_rank
 from hybrid3d.ledger import RankStart
 from hybrid3d.run.folder import RunFolder
-from hybrid3d.scoring.function_scorer import FunctionScorer
-from hybrid3d.scoring.scorer import Query
+from hybrid3d.scoring.scorer import FunctionScorer, Query
 from hybrid3d.watch.heartbeat import enter_phase
 
 recipe, folder, seconds = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
@@ -26,7 +26,7 @@ def task(start: RankStart) -> None:
 
     if rank == 1:
         time.sleep(3)  # in which a beat has told of the phase
-        with FunctionScorer("leaving:kills_its_pool", workers=1, timeout_seconds=20.0, default=0.0) as scorer:
+        with closing(FunctionScorer("leaving:kills_its_pool", workers=1, timeout_seconds=20.0, default=0.0)) as scorer:
             scores = scorer.score([Query("daemon", "", "")])
         (folder / "scores").write_text(str(scores.failures))
         return
@@ -38,6 +38,6 @@ def task(start: RankStart) -> None:
 
 
 code = run_rank(load_recipe(Path(recipe)), RunFolder(folder), task, launched=False)
-if distributed.rank() == 1:
+if launch_environment.rank() == 1:
     (folder / "over").touch()
 sys.exit(code)

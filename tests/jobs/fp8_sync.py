@@ -15,7 +15,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from delta_sync import Case, recipe_for
-from hybrid3d import distributed
+from hybrid3d import distributed, launch_environment
 from hybrid3d.config import Train
 from hybrid3d.train.megatron import runtime
 from sync import Engine, Landed, compare, fresh
@@ -24,7 +24,7 @@ from sync import Engine, Landed, compare, fresh
 def prove(rank: int, case: dict, ident: str, kept: list) -> list[dict]:
     layout = Train(**case["train"])
     recipe = recipe_for(case["bf16"], layout, case["tp"], "fp8")
-    slots = range(distributed.world_size())
+    slots = range(launch_environment.world_size())
     truth = fresh(recipe, rank, case["fp8"], f"{ident}-truth", slots)
     engine, landed, results = Engine(recipe, rank, ident, slots), Landed(), []
     kept += [engine, truth]  # an engine that is dropped takes the default process group with it
@@ -50,11 +50,11 @@ def main() -> None:
     distributed.start()
     kept: list = []
     results = [
-        prove(distributed.rank(), case, f"{distributed.run_id()}-{number}", kept)
+        prove(launch_environment.rank(), case, f"{launch_environment.run_id()}-{number}", kept)
         for number, case in enumerate(json.loads(Path(cases).read_text()))
     ]
     everyone = distributed.gather_objects(results, dist.group.WORLD)
-    if distributed.rank() == 0:
+    if launch_environment.rank() == 0:
         Path(out).write_text(json.dumps(everyone))
     dist.barrier()
 

@@ -20,7 +20,7 @@ from sockets import listening
 launch_environment.validate()
 store = rendezvous.meet({})
 group = distributed.start(store)
-total = torch.tensor(distributed.rank() + 1)
+total = torch.tensor(launch_environment.rank() + 1)
 dist.all_reduce(total, group=group)
 found = sorted({one.address for one in listening([os.getpid()]) if one.protocol.startswith("tcp")})
 print(json.dumps({"total": int(total), "listens": found, "reached": launch_environment.own_address()}), flush=True)

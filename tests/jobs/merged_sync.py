@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from delta_sync import Case, recipe_for
-from hybrid3d import distributed
+from hybrid3d import distributed, launch_environment
 from hybrid3d.config import Lora, Train
 from hybrid3d.reshard.ends import PlainSource
 from hybrid3d.sync import policy_sync, weight_sync
@@ -65,7 +65,7 @@ def main(out: str, folder: str, rollout_tp: str, quantization: str, layout: str)
     runtime.initialize(train, seed=1)
     recipe = recipe_for(folder, train, int(rollout_tp), quantization)
     recipe = dataclasses.replace(recipe, lora=Lora(rank=4, alpha=64.0, sync="merged"))
-    engine = Engine(recipe, rank, distributed.run_id(), range(group.size()))
+    engine = Engine(recipe, rank, launch_environment.run_id(), range(group.size()))
     case = Merged(folder, recipe, rank, engine, Landed())
     results = []
     for _ in range(SYNCS):

@@ -82,7 +82,7 @@ def one_layout(source: str, train: Train, spec: dict[str, Any], out: Path, first
         found[f"{name}-carried"] = export(policy, source, out / f"{name}-loaded")
         found[name] = [step(policy, spec, train.dp, out / f"{name}-gradients")]
         if coef:
-            checkpoint.save({"policy": policy}, out / "checkpoint", {}, dist.group.WORLD)
+            checkpoint.begin({"policy": policy}, out / "checkpoint", {}, dist.group.WORLD).finish()
         found[name].append(step(policy, spec, train.dp))
         export(policy, source, out / f"{name}-trained")
         forget(policy)

@@ -19,12 +19,10 @@ from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.generation.samples import RolloutBatch
 from hybrid3d.inputs.models import read_config
 from hybrid3d.replay.fingerprint import fingerprint_pieces
-from hybrid3d.run.display import Display
 from hybrid3d.run.folder import RunFolder
 from hybrid3d.run.health import Guard
-from hybrid3d.run.logger import RunLogger
+from hybrid3d.run.logger import Display, RunLogger
 from hybrid3d.train.megatron import runtime
-from hybrid3d.train.megatron.engine import MegatronEngine
 from hybrid3d.train.megatron.policy import Policy
 from hybrid3d.trainer import experience as experience_maker
 from hybrid3d.trainer.learner import Learner
@@ -44,7 +42,7 @@ def train_step(recipe: Recipe, folder: RunFolder, with_pass: bool) -> dict[str, 
 
     policy = Counted(read_config(recipe.model.path), recipe, group.rank())
     guard = Guard(RunLogger(folder, group.rank(), Display(recipe.name, recipe.run.steps, None)))
-    learner = Learner(recipe, Models.of(MegatronEngine(), recipe, policy, group), guard, 0, group)
+    learner = Learner(recipe, Models.of(recipe, policy, group), guard, 0, group)
     decides = experience_maker.come_from_update
     if with_pass:
         experience_maker.come_from_update = lambda step, recipe: False

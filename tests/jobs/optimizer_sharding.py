@@ -56,7 +56,7 @@ def save(spec: dict[str, Any], family: str, dtype: str, out: Path) -> dict[str, 
     found: dict[str, Any] = {"possible": checkpoint.can_shard_by_ranks(models, world)}
     found["host"] = {sharding: checkpoint.host_bytes(models, sharding) for sharding in FORMATS}
     for sharding in FORMATS:
-        checkpoint.save(models, out / sharding, {"told": sharding}, world, sharding)
+        checkpoint.begin(models, out / sharding, {"told": sharding}, world, sharding=sharding).finish()
     saved = state_of(policy)
     found["reports"] = [sft_step(policy, spec, train.dp) for _ in range(2)]
     went_on = state_of(policy)
@@ -86,9 +86,12 @@ def load(spec: dict[str, Any], family: str, dtype: str, out: Path) -> dict[str, 
         forget(policy)
     found["equal"] = equal(*states)
     runtime.shutdown()
-    train = Train(dp=2, micro_batch_size=4)
+    train = Train(dp=2, ep=train.ep, micro_batch_size=4)
     runtime.initialize(train, seed=1)
     policy = built(Policy, config, recipe_of(folders["other"], train, spec, dtype))
+    found["expected"] = checkpoint.bytes_expected({"policy": policy}, world)
+    files = [path for path in (out / FORMATS[0]).iterdir() if path.suffix == ".distcp"]
+    found["written"] = sum(path.stat().st_size for path in files)
     try:
         checkpoint.load({"policy": policy}, out / checkpoint.DP_RESHARDABLE, world)
         found["said"] = ""

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hybrid3d import distributed
+from hybrid3d import distributed, launch_environment
 from hybrid3d.config import Algorithm, Async, Data, Model, Optimizer, Recipe, Rollout, Run, Train
 from hybrid3d.generation.engine import Completion, GenerationRequest, Sampling, StaleWeights, complete
 from hybrid3d.inputs.models import read_config
@@ -102,7 +102,7 @@ def main(folder: str, out: Path) -> None:
     rank = group.rank()
     runtime.initialize(recipe.train, seed=1)
     policy = Policy(read_config(folder), recipe, rank, trainable=False)
-    engine = RolloutEngine(recipe, rank, distributed.run_id(), range(4))
+    engine = RolloutEngine(recipe, rank, launch_environment.run_id(), range(4))
     said: dict = {}
     try:
         engine.submit({}, 0)

@@ -25,16 +25,14 @@ from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.generation.evaluation import EvalResult
 from hybrid3d.generation.samples import RolloutBatch, Sample
 from hybrid3d.reshard.ends import NamedTensors
-from hybrid3d.run.display import Display
 from hybrid3d.run.folder import RunFolder, checkpoint_folder
 from hybrid3d.run.health import Guard
 from hybrid3d.run.live_settings import LiveSettings
-from hybrid3d.run.logger import RunLogger
+from hybrid3d.run.logger import Display, RunLogger
 from hybrid3d.run.metrics import PhaseTimer, StepMetrics
 from hybrid3d.run.progress import Progress
 from hybrid3d.sync import SyncReport
 from hybrid3d.train.megatron import checkpoint, runtime
-from hybrid3d.train.megatron.engine import MegatronEngine
 from hybrid3d.trainer.checkpoints import Checkpoints
 from hybrid3d.trainer.models import Models
 from hybrid3d.trainer.rl import train_rl
@@ -135,9 +133,9 @@ def train_run(recipe: Recipe, folder: RunFolder, faults: list[dict[str, Any]]) -
     dist.barrier()
     run_record = RunLogger(folder, rank, Display(recipe.name, recipe.run.steps, None))
     live, guard = LiveSettings(recipe, run_record, {}, group), Guard(run_record)
-    trainer = Trainer(recipe, MegatronEngine(), group, MadeUpSamples, guard)
+    trainer = Trainer(recipe, group, MadeUpSamples, guard)
     models = trainer.models
-    checkpoints = Checkpoints(MegatronEngine(), models.trained, recipe.train.dp, run_record, group)
+    checkpoints = Checkpoints(models.trained, run_record, group)
     recorder = StepRecorder(models.trained, models.policy.is_reporting_rank, folder, group)
     train_rl(trainer, live, checkpoints, StepLog(trainer, run_record, recorder, guard, group))
     for fault in faults:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybrid3d import distributed
+from hybrid3d import distributed, launch_environment
 from hybrid3d.config import Algorithm, Async, Data, Model, Optimizer, Recipe, Rollout, Run, Train
 from hybrid3d.families import family_of
 from hybrid3d.generation.engine import GenerationRequest, complete
@@ -202,7 +202,7 @@ def main(path: str, out: Path) -> None:
     rank, ranks = group.rank(), group.size()
     recipe = recipe_for(spec, {"dp": ranks}, "rollout")
     runtime.initialize(recipe.train, seed=1)
-    engine = RolloutEngine(recipe, rank, distributed.run_id(), range(ranks))
+    engine = RolloutEngine(recipe, rank, launch_environment.run_id(), range(ranks))
     preempted = count_preemptions(engine)
     policy = Policy(read_config(spec["folder"]), recipe, rank, trainable=False)
     policy_sync(recipe, group, policy, engine).run(1)

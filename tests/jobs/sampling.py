@@ -13,7 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 from vllm import SamplingParams, TokensPrompt
 
-from hybrid3d import distributed
+from hybrid3d import distributed, launch_environment
 from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Train
 from hybrid3d.generation.engine import Completion, GenerationRequest, Sampling, complete
 from hybrid3d.inputs.models import read_config
@@ -95,7 +95,7 @@ def main(folder: str, stop: str, out: Path) -> None:
     )
     runtime.initialize(recipe.train, seed=1)
     policy = Policy(read_config(folder), recipe, group.rank(), trainable=False)
-    engine = RolloutEngine(recipe, group.rank(), distributed.run_id(), range(2))
+    engine = RolloutEngine(recipe, group.rank(), launch_environment.run_id(), range(2))
     policy_sync(recipe, group, policy, engine).run(0)
     greedy = [GenerationRequest([30 + n, 7, 40 + 3 * n], LENGTH, [0]) for n in range(PROMPTS)]
     said: dict = {"greedy": as_json(complete(engine, greedy, 0))}

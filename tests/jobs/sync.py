@@ -23,7 +23,7 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from faulty_transport import FlippedBits, use_faulty_transports
-from hybrid3d import distributed
+from hybrid3d import distributed, launch_environment
 from hybrid3d.config import (
     Algorithm,
     Data,
@@ -299,7 +299,7 @@ def prove(
     config = json.loads((Path(folders[0]) / "config.json").read_text())
     layouts = SPARSE_LAYOUTS if family_of(config).experts(config) else dense_layouts(rollout_tp)
     base = recipe_for(folders[0], layouts[0], rollout_tp, dtype, 64)
-    ident = f"{distributed.run_id()}-{family}"
+    ident = f"{launch_environment.run_id()}-{family}"
     truths = [fresh(base, rank, folder, f"{ident}{i}", slots) for i, folder in enumerate(folders[1:])]
     engine, landed, results = Engine(base, rank, ident, slots), Landed(), []
     kept += [engine, *truths]  # an engine that is dropped takes the default process group with it
@@ -351,10 +351,10 @@ def main() -> None:
     results, kept = [], []
     for case in cases:
         family, _, folders = case.partition("=")
-        results += prove(distributed.rank(), int(rollout_tp), dtype, slots, family, folders.split(","), kept)
+        results += prove(launch_environment.rank(), int(rollout_tp), dtype, slots, family, folders.split(","), kept)
     assert not counters["stats"]["unique_graphs"], "neither engine compiles on a CPU"
     everyone = [result for share in distributed.gather_objects(results, dist.group.WORLD) for result in share]
-    if distributed.rank() == 0:
+    if launch_environment.rank() == 0:
         Path(out).write_text(json.dumps(everyone))
     dist.barrier()
 

@@ -168,7 +168,7 @@ def resume(folders: dict[str, str], spec: dict[str, Any], out: Path) -> dict[str
     runtime.initialize(here, seed=1)
     policy = started(here, folders["start"])
     two_steps(policy, here.dp)
-    checkpoint.save({"policy": policy}, out / "checkpoint", {}, dist.group.WORLD)
+    checkpoint.begin({"policy": policy}, out / "checkpoint", {}, dist.group.WORLD).finish()
     export(policy, folders["start"], out / "saved")
     found["went on"] = two_steps(policy, here.dp)
     export(policy, folders["start"], out / "went-on")

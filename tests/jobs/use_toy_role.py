@@ -13,11 +13,11 @@ from typing import Any, cast
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from commands import ROOT
-from hybrid3d import distributed, launch_environment
+from hybrid3d import launch_environment
 from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.launch import rendezvous
-from hybrid3d.launch.child import this_process
 from hybrid3d.ledger import RankStart, wait_for_all
+from hybrid3d.process import this_process
 from hybrid3d.workers.loop import run_worker
 from hybrid3d.workers.roles import ROLES, WorkerServer
 from toys.echo_role import ROLE, Echoes
@@ -28,7 +28,7 @@ class WithEchoes(Recipe):
 
     @property
     def role_ranks(self) -> dict[str, range]:
-        return {"train": range(1), "echo": range(1, distributed.world_size())}
+        return {"train": range(1), "echo": range(1, launch_environment.world_size())}
 
     @property
     def train_ranks(self) -> int:
@@ -40,7 +40,7 @@ class WithEchoes(Recipe):
 
 ROLES["echo"] = ROLE
 launch_environment.set_secret(b"of this test")
-store, rank, made = rendezvous.meet({}), distributed.rank(), load_recipe(ROOT / "recipes/demo-cpu.yaml")
+store, rank, made = rendezvous.meet({}), launch_environment.rank(), load_recipe(ROOT / "recipes/demo-cpu.yaml")
 recipe = WithEchoes(**{field.name: getattr(made, field.name) for field in fields(made) if field.init})
 if rank == 0:
     events = list[Any]()
@@ -53,4 +53,4 @@ if rank == 0:
     Path(sys.argv[1]).write_text(json.dumps([said, busy, events]))
 else:
     run_worker(recipe, RankStart(rank, store, None, this_process()))
-wait_for_all(store, rank, distributed.world_size())
+wait_for_all(store, rank, launch_environment.world_size())

@@ -19,11 +19,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hybrid3d import distributed
 from hybrid3d.config import load_recipe
-from hybrid3d.distributed import GroupExchange
 from hybrid3d.generation.rollouts import Rollouts
 from hybrid3d.generation.samples import Sample
 from hybrid3d.generation.scheduler import Answers
 from hybrid3d.reshard.ends import NoSink, PlainSource
+from hybrid3d.reshard.exchange import JsonExchange
 from hybrid3d.reshard.move.transport import make_transport
 from hybrid3d.reshard.plan.box import Box
 from hybrid3d.reshard.plan.layout import Demand, Holdings, Piece, View
@@ -31,7 +31,7 @@ from hybrid3d.rl.objective import PolicyObjective, TokenScores
 from hybrid3d.rl.policy_losses import POLICY_LOSSES, LossSettings
 from hybrid3d.scoring.scorer import Scorers
 from hybrid3d.sync import SyncSettings, WeightSync
-from hybrid3d.trainer.scorers import OfFirstRank
+from hybrid3d.workers.reward import OfFirstRank
 from toys.doubling_sink import Doubling
 from toys.margin_loss import margin
 from toys.negated_source import Negated
@@ -57,7 +57,7 @@ def synced(group: dist.ProcessGroup) -> list[dict[str, Any]]:
     landed = {name: torch.full((2 * ROWS, COLUMNS), torch.nan) for name in NAMES}
     sink = Doubling(landed, Demand(pieces(0, 2 * ROWS))) if rank else NoSink()
     transport = make_transport(torch.device("cpu"), dist.new_group(), 8)
-    sync = WeightSync(source, sink, SyncSettings(bucket_bytes=64, ranks_per_node=8), GroupExchange(group), transport)
+    sync = WeightSync(source, sink, SyncSettings(bucket_bytes=64, ranks_per_node=8), JsonExchange(group), transport)
     said = []
     for version in range(3):
         for name, tensor in held.items():

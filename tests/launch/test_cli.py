@@ -14,12 +14,14 @@ import pytest
 import yaml
 
 from hybrid3d import cli, families
+from hybrid3d.cli import checkpoint
 from hybrid3d.config import load_recipe
-from hybrid3d.families import Config, RowRange
-from hybrid3d.families.family import RowMap, SameTensor
+from hybrid3d.config.rules import validate_recipe
+from hybrid3d.families import Config
+from hybrid3d.families.family import RowMap, RowRange, SameTensor
 from hybrid3d.launch.preflight import check_run
 from hybrid3d.reshard.file_index import CheckpointError
-from run_ranks import environment
+from run_ranks import ROOT, environment
 from sound import RECIPE, write_inputs
 
 SFT = ["rollout=null", "algorithm.name=sft", "algorithm.samples_per_prompt=1"]
@@ -228,6 +230,17 @@ def test_runs_without_rollout(work: Path, refused: Refused) -> None:
     assert "rollout" in refused("eval", str(finished_run(work, rollout=None, algorithm=algorithm)))
 
 
+def test_evaluation_has_neither_reward_model_nor_its_layout() -> None:
+    """So that its ranks call functions one by one, and no setting is without effect."""
+    settings = ["reward.model=model", "roles.reward.ranks=4", "roles.reward.tp=2", "roles.reward.max_restarts=3"]
+    recipe = load_recipe(ROOT / "recipes/demo-cpu.yaml", settings)
+    assert recipe.worker_group_size("reward") == 2
+    evaluated = checkpoint._without_reward_model(recipe)
+    assert [refusal.message for refusal in validate_recipe(evaluated)] == []
+    assert evaluated.worker_group_size("reward") == 1
+    assert (evaluated.roles.reward.ranks, evaluated.roles.reward.max_restarts) == (4, 3)
+
+
 @pytest.mark.parametrize("fraction", ["0", "-0.1", "1.5", "nan"])
 def test_fraction_of_changed_elements(refused: Callable[..., str], fraction: str) -> None:
     message = refused("plan", "recipe.yaml", f"--changed={fraction}")
@@ -236,7 +249,7 @@ def test_fraction_of_changed_elements(refused: Callable[..., str], fraction: str
 
 def test_adapters_have_no_changed_elements(refused: Callable[..., str]) -> None:
     message = refused("plan", "recipe.yaml", "--changed=0.1", "lora.rank=4")
-    assert "--changed 0.1: with adapters (lora) no sync sends changed elements: leave one out" in message
+    assert "--changed 0.1: with adapters (lora) syncs of changed elements are not predicted: leave one out" in message
 
 
 def test_run_whose_model_is_gone(work: Path, refused: Refused) -> None:

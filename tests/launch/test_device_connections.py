@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from hybrid3d.cli.starting import VARIABLE, device_connections
+from hybrid3d.cli.starting import VARIABLE, set_device_connections
 from hybrid3d.config import load_recipe
 from run_ranks import ROOT, environment
 
@@ -33,14 +34,19 @@ sys.exit(cli.main(["train", *sys.argv[1:]]))
 @pytest.mark.parametrize(
     ("settings", "connections"),
     [
-        (["train.tp=2"], 1),
-        (["train.tp=2", "sync.overlap=false"], 1),  # communication in every layer outweighs one sync a step
+        (["train.tp=2"], "1"),
+        (["train.tp=2", "sync.overlap=false"], "1"),  # communication in every layer outweighs one sync a step
         (["train.tp=1"], None),
         (["train.tp=1", "sync.overlap=false"], None),
     ],
 )
-def test_device_connections_follow_from_what_is_overlapped(settings: list[str], connections: int | None) -> None:
-    assert device_connections(load_recipe(DEMO, settings)) == connections
+def test_device_connections_follow_from_what_is_overlapped(
+    settings: list[str], connections: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "to be restored")
+    monkeypatch.delenv(VARIABLE)
+    set_device_connections(load_recipe(DEMO, settings))
+    assert os.environ.get(VARIABLE) == connections
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from hybrid3d import distributed, launch_environment
+from hybrid3d import launch_environment
 from hybrid3d.config import Recipe, RecipeError, load_recipe
 from hybrid3d.launch import launcher, rendezvous
 from hybrid3d.launch.launcher import supervise
@@ -316,12 +316,17 @@ def test_srun_speaks_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     step |= {"STEP_NUM_TASKS": "1", "STEP_TASKS_PER_NODE": "1"}
     for name, value in step.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    assert not distributed.under_launcher()
+    assert not launch_environment.under_launcher()
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "5")
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "2(x2),1")
-    assert distributed.under_launcher()
-    distributed.adopt_slurm()
-    assert (distributed.rank(), distributed.world_size(), distributed.local_rank(), distributed.local_world_size()) == (
+    assert launch_environment.under_launcher()
+    launch_environment.adopt_slurm()
+    assert (
+        launch_environment.rank(),
+        launch_environment.world_size(),
+        launch_environment.local_rank(),
+        launch_environment.local_world_size(),
+    ) == (
         4,
         5,
         0,

@@ -119,3 +119,21 @@ def test_escape_control_characters_shows_what_a_terminal_would_act_upon() -> Non
         escape_control_characters("\x1b[31m\x07\x00\x9b\ud800\u202e\u200b\u2028\r")
         == r"\x1b[31m\x07\x00\x9b\ud800\u202e\u200b\u2028\r"
     )
+
+
+@pytest.mark.parametrize("host", ["node1..lan", ".lan", "n" * 64])
+def test_name_that_cannot_be_looked_up_is_no_host(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"MASTER_ADDR": host, "MASTER_PORT": "29500", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserMistake, match="is not a host: set it to a host's name or address on all ranks"):
+        launch_environment.master_address()
+    assert not launch_environment.is_loopback(host)
+    with pytest.raises(OSError, match="not a host's name"):
+        launch_environment.source_address(host)
+
+
+@pytest.mark.parametrize("host", ["node1.lan", "node1.lan.", "::1", "fe80::1%eth0", "127.0.0.1", "bücher"])
+def test_names_and_addresses_are_hosts(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"MASTER_ADDR": host, "MASTER_PORT": "29500", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert launch_environment.master_address() == (host, 29500)

@@ -9,7 +9,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import pytest
@@ -19,8 +19,8 @@ from hybrid3d.process import child_pids, engine_name, remove_shared_memory
 from hybrid3d.run.ends import Ended, read_ends
 from hybrid3d.run.folder import RunFolder
 from hybrid3d.scoring.environments import EnvironmentRunner
-from hybrid3d.scoring.function_scorer import FunctionScorer
 from hybrid3d.scoring.pool_client import load_in_subprocess
+from hybrid3d.scoring.scorer import FunctionScorer
 from queries import score
 from run_ranks import MARK, ROOT, SHARED_MEMORY, kill_marked, marked
 
@@ -120,7 +120,7 @@ def left(mark: str, within: float, most: Callable[[dict[int, dict[str, str]]], b
 
 @pytest.mark.parametrize("ending", ENDS)
 def test_reward_leaves_no_process(ending: str, mark: str) -> None:
-    with FunctionScorer(f"leaving:{ending}", workers=4, timeout_seconds=3.0, default=0.0) as scorer:
+    with closing(FunctionScorer(f"leaving:{ending}", workers=4, timeout_seconds=3.0, default=0.0)) as scorer:
         scores = score(scorer, [(kind, "", "") for kind in KINDS])
     reward, failure = ENDS[ending]
     assert (scores.rewards, scores.failures) == ([reward] * 4, {failure: 4} if failure else {})
@@ -129,7 +129,7 @@ def test_reward_leaves_no_process(ending: str, mark: str) -> None:
 
 def test_children_of_a_hanging_reward_end_with_its_worker(mark: str) -> None:
     """They must not survive until the end of the run, which may take days."""
-    with FunctionScorer("leaving:hangs", workers=4, timeout_seconds=3.0, default=0.0) as scorer:
+    with closing(FunctionScorer("leaving:hangs", workers=4, timeout_seconds=3.0, default=0.0)) as scorer:
         score(scorer, [(kind, "", "") for kind in KINDS])
         assert left(mark, SOON, lambda found: not any("sleep" in command(pid) for pid in found))
         assert marked(mark)  # the pool is there, for the next batch
@@ -146,8 +146,7 @@ def test_environment_leaves_no_process(mark: str) -> None:
 def test_killed_trainer_leaves_no_process(mark: str) -> None:
     items = [(kind, "", "") for kind in KINDS]
     script = (
-        "from hybrid3d.scoring.function_scorer import FunctionScorer\n"
-        "from hybrid3d.scoring.scorer import Query\n"
+        "from hybrid3d.scoring.scorer import FunctionScorer, Query\n"
         f"FunctionScorer('leaving:hangs', 4, 300.0, 0.0).score([Query(*item) for item in {items}])"
     )
     trainer = subprocess.Popen([sys.executable, "-c", script])
@@ -190,7 +189,7 @@ def test_shared_memory_of_a_pool_bears_the_run_s_name(mark: str, monkeypatch: py
     monkeypatch.setenv("HYBRID3D_RUN", run)
     monkeypatch.setenv("PYTHONWARNINGS", "ignore")
     before = set(SHARED_MEMORY.iterdir())
-    with FunctionScorer("leaving:shares", workers=2, timeout_seconds=20.0, default=0.0) as scorer:
+    with closing(FunctionScorer("leaving:shares", workers=2, timeout_seconds=20.0, default=0.0)) as scorer:
         assert score(scorer, [("", "", "")] * 2).rewards == [1.0, 1.0]
         kill_marked(mark)
     found = {path.name for path in set(SHARED_MEMORY.iterdir()) - before if run in path.name}
@@ -216,7 +215,7 @@ def test_remove_shared_memory_keeps_other_names_and_undeletable_files(
 
 def test_worker_waits_for_what_it_adopts(mark: str) -> None:
     """Otherwise every call would leave a zombie, until the process table is full."""
-    with FunctionScorer("leaving:abandons", workers=1, timeout_seconds=20.0, default=0.0) as scorer:
+    with closing(FunctionScorer("leaving:abandons", workers=1, timeout_seconds=20.0, default=0.0)) as scorer:
         for _ in range(4):
             assert score(scorer, [("", "", "")] * 10).rewards == [1.0] * 10
         found = [child_pids(pid) for pid in marked(mark)]

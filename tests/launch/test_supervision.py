@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import warm_python
 from commands import ROOT, demo_folder, read_events, read_rows
-from hybrid3d.launch import child, rank_host, serving_rank
-from hybrid3d.launch.local_ranks import run_ranks
+from hybrid3d.config import load_recipe
+from hybrid3d.launch import rank_host, run_secret
+from hybrid3d.launch.launcher import run_ranks
 from hybrid3d.launch.policies import STOPPED
+from hybrid3d.launch.rank import _report_seen
 from hybrid3d.launch_environment import State
+from hybrid3d.ledger import share
+from hybrid3d.process import FAILURE, RESTART_COUNT
 from hybrid3d.run import terminal
+from hybrid3d.run.folder import RunFolder
 from live_runs import child_of, ranks_of, recorded, started, wait_for_rows, wait_until
 from run_ranks import environment
 
@@ -61,7 +71,7 @@ def test_command_that_is_stopped_early_says_so(number: signal.Signals, delay: fl
 
 def test_ignored_signal_stays_ignored(tmp_path: Path) -> None:
     """As nohup starts a command."""
-    script = "import os, signal\nfrom hybrid3d.cli.signals import raised_signals\nwith raised_signals():\n"
+    script = "import os, signal\nfrom hybrid3d.cli import raised_signals\nwith raised_signals():\n"
     script += "    os.kill(os.getpid(), signal.SIGHUP)\nprint('went on')"
     done = subprocess.run(
         ["sh", "-c", 'trap "" HUP; exec "$@"', "-", sys.executable, "-c", script],
@@ -84,6 +94,44 @@ def test_console_that_takes_nothing_is_given_up() -> None:
             file.close()
         except OSError:
             assert file.closed
+
+
+@pytest.mark.parametrize("event", [True, False])
+def test_ranks_that_stand_are_printed_on_a_full_disk(event: bool, tmp_path: Path) -> None:
+    folder, printed = RunFolder(tmp_path / "run"), StringIO()
+    if event:
+        folder.path.mkdir()
+    _report_seen(folder, terminal.plain_console(file=printed), "stalled", "rank 3 does not move", {"ranks": [3]})
+    assert printed.getvalue() == "rank 3 does not move\n"
+    assert folder.events.exists() is event
+
+
+def test_secret_that_was_just_replaced_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS says ESTALE of a file that another machine has replaced."""
+    said: list[Any] = [
+        OSError(errno.ESTALE, "Stale file handle"),
+        FileNotFoundError(errno.ENOENT, "none"),
+        b"old",
+        b"new",
+    ]
+    taken: list[bytes] = []
+
+    def read(path: Path, must_be_private: bool) -> bytes:
+        if isinstance(said[0], OSError):
+            raise said.pop(0)
+        return bytes(said.pop(0))
+
+    monkeypatch.setattr(run_secret, "_read", read)
+    monkeypatch.setattr(run_secret, "set_secret", taken.append)
+    monkeypatch.setattr(run_secret, "POLL_SECONDS", 0.0)
+    store = dist.HashStore()
+    share(store, 0, "secret's digest", lambda: hashlib.sha256(b"new").hexdigest())
+    run_secret.adopt_secret(load_recipe(DEMO), RunFolder(tmp_path), store, 1)
+    assert taken == [b"new"]
+    said[:] = [PermissionError(errno.EACCES, "Permission denied")]
+    monkeypatch.setattr(run_secret, "CLOSE_SECONDS", -1.0)
+    with pytest.raises(run_secret.SecretError, match=r"secret cannot be read \(Permission denied\): do all nodes"):
+        run_secret.adopt_secret(load_recipe(DEMO), RunFolder(tmp_path), store, 1)
 
 
 @pytest.mark.parametrize("redirected", [">/dev/full", ">&-", "| head -c 1", ">&- 2>&-"])
@@ -147,7 +195,7 @@ def test_rank_that_fails_by_itself_ends_the_others(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes network namespaces")
 def test_machine_without_loopback_is_told_at_once() -> None:
     """In a namespace whose loopback interface is down."""
-    script = "from hybrid3d.launch.local_ranks import run_ranks\nfrom hybrid3d.errors import UserMistake\n"
+    script = "from hybrid3d.launch.launcher import run_ranks\nfrom hybrid3d.errors import UserMistake\n"
     script += "try:\n    run_ranks(['true'], 2)\nexcept UserMistake as error:\n    print(error)"
     done = subprocess.run(
         ["unshare", "--net", sys.executable, "-c", script],
@@ -174,11 +222,11 @@ def test_stopped_child_does_not_outlast_its_run(monkeypatch: pytest.MonkeyPatch)
         code = CHILD.format(state=State.CONNECTED.value)
         return subprocess.Popen([sys.executable, "-c", code], stdout=stdout)
 
-    monkeypatch.setattr(serving_rank.RunEnd, "wait", lambda self: ended.wait(SOON))
+    monkeypatch.setattr(rank_host.RunEnd, "wait", lambda self: ended.wait(SOON))
     monkeypatch.setattr(rank_host, "_start", start)
     monkeypatch.setattr(rank_host, "EXIT_SECONDS", 2.0)
     threading.Timer(4.0, ended.set).start()
-    begin, host, run_end = time.monotonic(), rank_host.RankHost(tells=True), serving_rank.RunEnd()
+    begin, host, run_end = time.monotonic(), rank_host.RankHost(tells=True), rank_host.RunEnd()
     run_end.begin()
     host.start()
     found = host.wait(lambda states: run_end.has_come)
@@ -237,7 +285,7 @@ def test_failure_of_any_text_reaches_the_next_process(monkeypatch: pytest.Monkey
     told = list[str]()
 
     def start(variables: dict[str, str], stdout: int) -> subprocess.Popen[bytes]:
-        told.append(variables[child.FAILURE])
+        told.append(variables[FAILURE])
         return subprocess.Popen(["true"], env=os.environ | variables, stdout=stdout)
 
     monkeypatch.setattr(rank_host, "_start", start)
@@ -249,8 +297,8 @@ def test_failure_of_any_text_reaches_the_next_process(monkeypatch: pytest.Monkey
 
 def test_child_without_its_parent_ends() -> None:
     """The parent has died while the child was importing, so that the kernel was not yet asked to kill it with it."""
-    script = "import time\nfrom hybrid3d.launch.child import this_process\nthis_process()\ntime.sleep(600)"
-    variables = environment("") | {child.RESTART_COUNT: "0", child.FAILURE: ""}
+    script = "import time\nfrom hybrid3d.process import this_process\nthis_process()\ntime.sleep(600)"
+    variables = environment("") | {RESTART_COUNT: "0", FAILURE: ""}
     with subprocess.Popen([sys.executable, "-c", script], env=variables, stdout=subprocess.PIPE) as process:
         process.stdout.close()
         try:

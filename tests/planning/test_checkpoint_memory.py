@@ -18,7 +18,7 @@ pytestmark = pytest.mark.engines  # the memory of training is imported beside Me
 ELEMENTS = 7_615_616_512 // 2  # of Qwen2.5-7B on a rank at TP2, by transformers' count of its parameters
 
 
-def estimate(dp: int, **run: Any) -> Any:
+def estimate(dp: int, host_bytes: float = 2e12, trained: int = ELEMENTS, **run: Any) -> Any:
     recipe = load_recipe(ROOT / "recipes/demo-cpu.yaml")
     recipe = replace(
         recipe,
@@ -27,8 +27,13 @@ def estimate(dp: int, **run: Any) -> Any:
         machine=Machine(gpus_per_node=8),
         run=replace(recipe.run, **run),
     )
-    stage = StageMemory(2 * ELEMENTS, 4 * ELEMENTS, 12 * ELEMENTS // dp, 0, 0, 0, 0)
-    return estimate_checkpoint(recipe, (stage,), hardware_of(recipe.machine))
+    stage = StageMemory(2 * ELEMENTS, 4 * trained, 12 * trained // dp, 0, 0, 0, 0)
+    return estimate_checkpoint(recipe, (stage,), replace(hardware_of(recipe.machine), host_bytes=host_bytes))
+
+
+def test_weights_that_are_not_trained_are_not_saved() -> None:
+    found = estimate(4, trained=1000, optimizer_sharding="fully_reshardable")
+    assert found.node == 8 * (12 + 2) * 1000
 
 
 def test_gathered_state_does_not_shrink_with_data_parallel_ranks() -> None:
@@ -44,6 +49,8 @@ def test_gathered_state_does_not_shrink_with_data_parallel_ranks() -> None:
 
 def test_default_is_what_fits_the_node() -> None:
     assert estimate(4).sharding == "fully_reshardable"  # of 2 TB
+    for less, chosen in ((0, "fully_reshardable"), (1, "dp_reshardable")):  # by the state alone, as the run does
+        assert estimate(4, 2 * 8 * 12 * ELEMENTS - less).sharding == chosen
     assert choose_sharding("auto", 366e9, 732e9) == "fully_reshardable"
     assert choose_sharding("auto", 366e9, 731e9) == "dp_reshardable"
     assert choose_sharding("fully_reshardable", 366e9, 1e9) == "fully_reshardable"

@@ -69,7 +69,7 @@ def test_placement_file_differs_for_another_config_version_or_code(
     config = json.loads(Path("recipes/models/qwen3-8b/config.json").read_text(encoding="utf-8"))
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}), encoding="utf-8")
     found = {before, placement_file(tmp_path, replace(recipe, model=replace(recipe.model, path=str(tmp_path))))}
-    monkeypatch.setattr(kept_placement, "_version", lambda package: "0")
+    monkeypatch.setattr(kept_placement, "installed_version", lambda package: "0")
     found.add(placement_file(tmp_path, recipe))
     monkeypatch.setattr(kept_placement, "_code_digest", lambda: "other")
     assert len({*found, placement_file(tmp_path, recipe)}) == 4

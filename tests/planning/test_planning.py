@@ -119,7 +119,10 @@ def test_picture_keeps_every_byte(ranks: int, per_node: int) -> None:
 def test_engine_queries_leave_no_trace_where_engines_will_run(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """A rank that checks its memory and its place has not had vLLM imported; and is refused by the numbers."""
+    """A rank that checks its memory and its place has not had vLLM imported; and is refused by the numbers.
+
+    The recipe is derived from a valid one, as for `eval` and `bench`, and its settings contradict each other.
+    """
     recipe, _ = recipe_for(tiny_checkpoint("qwen2"), "train.tp=4", "train.pp=1")
     (tmp_path / "recipe.yaml").write_text(recipe_to_yaml(recipe))
     script = (
@@ -127,9 +130,10 @@ def test_engine_queries_leave_no_trace_where_engines_will_run(
         + """
 from dataclasses import replace
 from hybrid3d.config import RecipeError, load_recipe
-from hybrid3d.planning.isolated import run_in_subprocess
+from hybrid3d.planning.kept_placement import run_in_subprocess
 from hybrid3d.launch.preflight import check_fit
 recipe = load_recipe("recipe.yaml")
+recipe = replace(recipe, reward=replace(recipe.reward, overlong_buffer=recipe.rollout.max_new_tokens))
 check_fit(replace(recipe, machine=replace(recipe.machine, memory_gb=8.0)))
 try:
     check_fit(replace(recipe, machine=replace(recipe.machine, memory_gb=0.001)))

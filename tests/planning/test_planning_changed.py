@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hybrid3d.config import Recipe, load_recipe
+from hybrid3d.planning import page, report
 from hybrid3d.planning.estimates import predict_changed_sync
 from hybrid3d.planning.hardware import hardware_of
 from hybrid3d.reshard.delta.encoding_work import EncodingWork
@@ -31,6 +32,7 @@ def traffic() -> SimpleNamespace:
     )
 
 
+SPLIT = ["machine.gpus_per_node=1", "roles.generation.ranks=8"]
 WORK = {rank: EncodingWork(launches=1000, host_waits=50, counted=8e9, found=8e9, encoded=1e9) for rank in range(2)}
 
 
@@ -76,3 +78,36 @@ def test_auto_sends_what_is_expected_sooner(recipe: Recipe) -> None:
     near = replace(slow, machine=replace(recipe.machine, gpus_per_node=2))
     found = predict_changed_sync(near, traffic(), 0, hardware_of(recipe.machine), 0.005, work)
     assert not found.is_faster  # 60 ms, and 18 of NVLink
+
+
+def test_sync_that_begins_with_no_update_is_not_hidden(recipe: Recipe) -> None:
+    """Ranks that generate ahead of those that train are still generating then."""
+    ahead = [*SPLIT, "async.max_staleness=1", "algorithm.correction.kind=truncate"]
+    together, apart = (load_recipe("recipes/qwen2.5-7b.yaml", settings) for settings in (SPLIT, ahead))
+    seconds = [
+        predict_changed_sync(one, traffic(), 12_000_000_000, hardware_of(recipe.machine), 0.005, WORK).dense_seconds
+        for one in (together, apart)
+    ]
+    assert seconds[0] < seconds[1] == pytest.approx(8e9 / 50e9)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ([], "vLLM frees its weights while it sleeps: set rollout.keep_weights=true"),
+        (["rollout.keep_weights=true"], ""),
+        (["rollout.sleep=false"], ""),
+        (SPLIT, ""),
+        (["rollout.keep_weights=true", "sync.delta=never"], "sync.delta=never"),
+        (["rollout.keep_weights=true", "model.dtype=float32"], "model.dtype is not bfloat16"),
+    ],
+)
+def test_plan_promises_changed_elements_only_where_syncs_can_send_them(settings: list[str], why: str) -> None:
+    recipe = load_recipe("recipes/qwen2.5-7b.yaml", ["machine.gpus_per_node=1", *settings])
+    work = dict.fromkeys(range(2), EncodingWork(launches=0))
+    found = predict_changed_sync(recipe, traffic(), 12_000_000_000, hardware_of(recipe.machine), 0.005, work)
+    assert found.is_faster
+    assert report._changed_numbers(found, recipe)["delta_chosen"] == (not why)
+    said = page._changed(SimpleNamespace(recipe=recipe, changed=found))
+    assert ("sync.delta=auto sends the changed elements" in said) == (not why)
+    assert f"no sync of this recipe sends them alone ({why}" in said or not why

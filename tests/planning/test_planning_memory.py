@@ -14,6 +14,7 @@ import checkpoints
 from hybrid3d.config import OFFLOADS, Train, load_recipe
 from hybrid3d.config.model_shape import ModelShape
 from hybrid3d.families import FAMILIES, family_of
+from hybrid3d.planning.fitting import MemoryEstimator
 from hybrid3d.planning.hardware import hardware_of
 from hybrid3d.planning.memory import (
     MemoryEstimate,
@@ -69,8 +70,7 @@ def kept(config: dict[str, Any], layers: int, train: Train) -> int:
 def test_layer_activations_of_a_token_match_what_is_measured(family: str) -> None:
     """Within a tenth or so: rotation tables, statistics of norms and router logits are in no formula."""
     config = config_for(family)
-    its = family_of(config)
-    shape = ModelShape.from_config(config, its.experts(config), its.latents(config))
+    shape = ModelShape.of(config)
     sparse = shape.experts is not None
     dense_layers = config.get("first_k_dense_replace", 0) if sparse else 0
     measured = kept(config, dense_layers + 2, Train()) - kept(config, dense_layers + 1, Train())
@@ -128,8 +128,7 @@ def test_pipeline_stages_keep_as_many_micro_batches_as_wait_there() -> None:
     """1F1B: the first of 16 stages has 16 in flight, the last one; interleaved more (arXiv 2104.04473, figure 4)."""
     recipe = recipe_of("deepseek-v3-671b", "train.recompute=full", "train.ep=8")
     config = config_of(recipe)
-    its = family_of(config)
-    shape = ModelShape.from_config(config, its.experts(config), its.latents(config))
+    shape = ModelShape.of(config)
     stages = [[range(stage * 4, stage * 4 + 4)] for stage in range(15)] + [[range(60, 61)]]
     found = stage_activations(recipe, shape, stages)
     tokens, inputs = 8192, 7168 * 2 // 8
@@ -143,6 +142,26 @@ def test_pipeline_stages_keep_as_many_micro_batches_as_wait_there() -> None:
     assert stage_activations(budget, shape, stages) == [2 * nbytes for nbytes in found]
 
 
+def test_pipeline_keeps_no_more_micro_batches_than_an_update_has() -> None:
+    recipe = recipe_of("deepseek-v3-671b", "train.recompute=full", "train.ep=8")
+    micro_batches = recipe.sequences_per_step // (recipe.train.dp * recipe.train.micro_batch_size)
+    assert micro_batches > recipe.train.pp == 16
+    recipe = replace(recipe, algorithm=replace(recipe.algorithm, minibatches=micro_batches // 2))
+    config = config_of(recipe)
+    shape = ModelShape.of(config)
+    found = stage_activations(recipe, shape, [[range(stage * 3, stage * 3 + 3)] for stage in range(16)])
+    one_layer = activation_elements_per_token(shape, recipe.train, True) * 2
+    assert found[1:15] == [8192 * (2 * 3 * 7168 * 2 // 8 + one_layer)] * 14
+
+
+def test_layouts_that_the_rules_refuse_are_not_suggested() -> None:
+    recipe = load_recipe(RECIPES / "glm-4.5-air.yaml", ["train.mtp_loss_coef=0.1"])
+    is_valid = MemoryEstimator(config_of(recipe)).is_valid
+    train = recipe.train
+    assert is_valid(recipe)
+    assert not is_valid(replace(recipe, train=replace(train, dp=train.dp // 2, cp=2)))
+
+
 @pytest.mark.parametrize("name", ["qwen2.5-7b", "deepseek-v3-671b"])
 def test_context_parallel_ranks_have_their_part_of_a_sequence(name: str) -> None:
     """And, of one layer at a time, the keys and values of all of it, with their gradients."""
@@ -150,7 +169,7 @@ def test_context_parallel_ranks_have_their_part_of_a_sequence(name: str) -> None
     recipes = [load_recipe(path, ["rollout.max_model_len=32768", f"train.cp={cp}"]) for cp in (1, 4)]
     config = config_of(recipes[0])
     its = family_of(config)
-    shape = ModelShape.from_config(config, its.experts(config), its.latents(config))
+    shape = ModelShape.of(config)
     stages = [[range(shape.num_layers)]] * recipes[0].train.pp
     whole, shared = (stage_activations(recipe, shape, stages) for recipe in recipes)
     tokens, tp = recipes[0].train.micro_batch_size * 32768, recipes[0].train.tp

@@ -12,7 +12,7 @@ import numpy as np
 from hybrid3d.config import load_recipe
 from hybrid3d.generation.engine import ExpertChoices
 from hybrid3d.generation.samples import Sample, held_samples
-from hybrid3d.planning.samples import predict_samples
+from hybrid3d.planning.report import predict_samples
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT, TOKENS = 64, 256

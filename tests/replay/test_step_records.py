@@ -160,6 +160,11 @@ CAUSES: list[tuple[Change, str, str, int | None]] = [  # in the order of cause a
     (of_sample(0, tokens=(5, 6, 8)), "samples", "the tokens of the answer of sample 0 at position 2", None),
     (of_sample(0, versions=(0, 1)), "samples", "the weight versions of sample 0", None),
     (of_sample(1, logprobs=(-8.0,)), "samples", "the log-probabilities of the rollout of sample 1", None),
+    (of_sample(1, truncated=True), "samples", "the mark of a cut answer of sample 1", None),
+    (of_sample(2, branch=1), "samples", "the number of the branch of sample 2", None),
+    (of_sample(1, last=False), "samples", "the mark of the last branch of sample 1", None),
+    (of_sample(1, scored=True), "samples", "the mark of a known reward of sample 1", None),
+    (of_sample(0, baseline_tokens=7), "samples", "the length of the greedy answer of sample 0", None),
     (of_sample(1, reward=0.5), "rewards", "sample 1", None),
     (lambda record: replace(record, rewards=np.zeros(3)), "rewards", "sample 0", None),
     (of_tokens("logprobs"), "log-probabilities of the policy", "sample 1, its token 0", 1),
@@ -180,6 +185,28 @@ def test_difference_of_records_names_the_first_cause(record: StepRecord, number:
     assert (found.step, found.what, found.rank) == (3, what, rank)
     assert where in found.where
     assert found.tensor == ("policy/b" if "weights" in what else None)
+
+
+@pytest.mark.parametrize(
+    ("given", "cause", "values"),
+    [
+        (("lora.alpha=4", "lora.alpha=8"), "lora.alpha", ("4.0", "8.0")),
+        (("lora.rank=2", "lora.rank=4"), "lora.rank", ("2", "4")),
+        (("lora.target_modules=[q_proj]", "lora.target_modules=[k_proj]"), "lora.target_modules", ("q_proj", "k_proj")),
+        (("guard.spike=2", "guard.spike=3"), "guard.spike", ("2.0", "3.0")),
+        (("guard.kl_explosion=2", "guard.kl_explosion=3"), "guard.kl_explosion", ("2.0", "3.0")),
+    ],
+)
+def test_setting_that_changes_an_update_is_the_cause(
+    record: StepRecord, given: tuple[str, str], cause: str, values: tuple[str, str]
+) -> None:
+    adaptive = ["algorithm.kl.where=reward", "algorithm.kl.coef=0.1", "algorithm.kl.target=0.1"]
+    recipes = [load_recipe(ROOT / "recipes/demo-cpu.yaml", [*adaptive, setting]) for setting in given]
+    one, other = (replace(record, settings=recipe) for recipe in recipes)
+    found = first_difference(one, of_metric("train/grad_norm")(other))
+    assert found is not None
+    assert (found.what, found.where, found.others) == ("settings", cause, "")
+    assert all(value in text for value, text in zip(values, found.values, strict=True))
 
 
 def test_layouts_are_compared_by_whole_tensors(record: StepRecord) -> None:
@@ -277,3 +304,19 @@ def test_interval() -> None:
 def test_metrics_of_training() -> None:
     row = {"train/loss": math.nan, "critic/lr": 1.0, "time/train": 2.0, "reward/mean": 3.0, "sync/seconds": 4.0}
     assert json.dumps(metrics_of_training(row)) == '{"critic/lr": 1.0, "train/loss": null}'
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize(
+    ("was", "now", "bound"), [("none", "none", 0.15), ("none", "mxfp8", 0.6), ("mxfp8", "none", 0.6)]
+)
+def test_bound_is_of_the_least_precise_training(was: str, now: str, bound: float, record: StepRecord) -> None:
+    """The rollout's quantization is not in it: a replay has no rollout."""
+    from hybrid3d.trainer.replay import _report
+
+    model, rollout = replace(RECIPE.model, dtype="bfloat16"), replace(RECIPE.rollout, quantization="fp8")
+    recipes = [
+        replace(RECIPE, model=model, rollout=rollout, train=replace(RECIPE.train, fp8=fp8)) for fp8 in (was, now)
+    ]
+    recorded, replayed = (replace(record, settings=recipe) for recipe in recipes)
+    assert _report(0, recorded, replayed, False, False, None).bound == bound

@@ -20,14 +20,15 @@ from hypothesis import strategies as st
 
 from commands import demo_folder, hybrid3d
 from hybrid3d import cli
+from hybrid3d.report.charts import format_number
 from hybrid3d.report.memory import memory_table
 from hybrid3d.report.page import MAX_BYTES
-from hybrid3d.report.phases import attribute
 from hybrid3d.report.run_data import FINISHED, GOING_ON, STOPPED, read_run
 from hybrid3d.report.samples import select_samples
-from hybrid3d.report.tables import plan_table
-from hybrid3d.report.timeline import NOBODY, read_timeline
+from hybrid3d.report.tables import attribute, plan_table
+from hybrid3d.report.timeline import NOBODY, cause_text, read_timeline
 from hybrid3d.run.folder import RunFolder
+from hybrid3d.run.timeline import PEAK
 from report_runs import BOUND, BOUND_FROM_3, HOSTILE, row_of, write_run
 from run_ranks import ROOT, environment
 
@@ -320,6 +321,29 @@ def test_idle_seconds_have_a_cause(folder: RunFolder) -> None:
     assert without is not None
     assert [role.idle.get(NOBODY) for role in without.by_role()] == pytest.approx([3, 3])
     assert without.attributed_fraction() == pytest.approx(0.7)
+
+
+def test_recording_is_an_activity_of_its_own(folder: RunFolder, tmp_path: Path) -> None:
+    """With its memory, and as what others wait for."""
+    trace = json.loads(folder.timeline.read_text())
+    trained = next(e for e in trace["traceEvents"] if (e["tid"], e["name"]) == (0, "train"))
+    trained |= {"name": "record", "args": {PEAK: 5e9}}
+    (tmp_path / "timeline.json").write_text(json.dumps(trace))
+    timeline = read_timeline(tmp_path / "timeline.json")
+    assert timeline is not None
+    assert timeline.ranks[0].peaks == {"record": 5e9}
+    train, generation = timeline.by_role()
+    assert train.busy["record"] == pytest.approx(6)
+    assert generation.idle == pytest.approx({"record": 4})
+    assert cause_text("record") == "idle while others record the step"
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(9999.4, "9,999"), (9999.7, "10,000"), (-9999.7, "-10,000"), (12345.6, "12,346"), (0.12345, "0.1235")],
+)
+def test_number_has_four_digits_and_no_exponent(number: float, text: str) -> None:
+    assert format_number(number) == text
 
 
 VALUES = st.recursive(

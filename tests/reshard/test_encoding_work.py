@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
-from hybrid3d.reshard.delta.changes import pack_bits
+from hybrid3d.reshard.delta.encoding import pack_bits
 from hybrid3d.reshard.delta.encoding_work import EncodingWork, count_encoding
 from hybrid3d.reshard.delta.executor import DeltaExecutor
 from hybrid3d.reshard.ends import NamedTensors

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from hybrid3d import distributed
 from hybrid3d.reshard.ends import NamedTensors
+from hybrid3d.reshard.exchange import JsonExchange
 from hybrid3d.reshard.move.executor import ExecutionReport, Executor, run_local_plan
 from hybrid3d.reshard.move.transport import GlooTransport, Transport, make_transport
 from hybrid3d.reshard.plan.box import Box
@@ -26,7 +27,7 @@ from hybrid3d.reshard.plan.classes import layer_of, signature_of
 from hybrid3d.reshard.plan.coverage import check_arrivals, check_coverage, lower_bound
 from hybrid3d.reshard.plan.layout import FILES, Fill, Holdings, LocalPieces, Piece, View
 from hybrid3d.reshard.plan.planner import Plan, RankPlan, Routes, local_plan, make_plan
-from hybrid3d.sync.plan import required_optimizer_buckets
+from hybrid3d.reshard.sync_plan import required_optimizer_buckets
 from hybrid3d.watch.stalls import Wait, find_wait
 from spawned import spawn
 from test_reshard_box import Shape, Side, World, addresses, index, worlds
@@ -419,7 +420,7 @@ def plan_of_rank(world: World, rank: int, all_reduce_min: Callable[[int], int], 
     held, wanted = world.holdings[rank], world.demand[rank]
     if dist.is_initialized():
         everyone = dist.group.WORLD
-        holders, readers = (distributed.gather_unique(signature_of(side), everyone) for side in (held, wanted))
+        holders, readers = (JsonExchange(everyone).unique(signature_of(side)) for side in (held, wanted))
     else:
         sides = (world.holdings, world.demand)
         holders, readers = ([([r], signature_of(side)) for r, side in of.items()] for of in sides)
@@ -440,14 +441,14 @@ def gloo_rank(rank: int, folder: Path, shares_memory: bool) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=4)
     everyone = dist.group.WORLD
     assert distributed.gather_objects(rank * 2, everyone) == [0, 2, 4, 6]
-    assert distributed.gather_unique({"odd": rank % 2}, everyone) == [([0, 2], {"odd": 0}), ([1, 3], {"odd": 1})]
+    assert JsonExchange(everyone).unique({"odd": rank % 2}) == [([0, 2], {"odd": 0}), ([1, 3], {"odd": 1})]
     assert [distributed.broadcast_object(value, everyone) for value in (None, [rank])] == [None, [0]]
     smallest = partial(distributed.all_reduce_min, group=everyone)
     assert [smallest(n) for n in (10 - rank, 1 << 40, rank)] == [7, 1 << 40, 0]
     assert distributed.all_reduce_max([rank, -rank, -1], everyone) == [3, 0, -1]
     pairs = [dist.new_group(ranks) for ranks in ([0, 2], [3, 1])]  # ranks of a group count within it
     pair = pairs[rank % 2]
-    assert distributed.gather_unique(rank, pair) == [([0], rank % 2), ([1], rank % 2 + 2)]
+    assert JsonExchange(pair).unique(rank) == [([0], rank % 2), ([1], rank % 2 + 2)]
     assert distributed.broadcast_object(rank, pair) == rank % 2
     assert smallest(rank) == 0
     world = large_world()

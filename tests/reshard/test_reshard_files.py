@@ -228,7 +228,7 @@ def test_files_are_zero_and_whole_before_anyone_writes(tmp_path: Path) -> None:
 def test_replicas_share_the_writing() -> None:
     entries = {f"t{i}": TensorEntry(SINGLE_FILE, (10,), "float32") for i in range(8)}
     everything = Holdings(files.file_pieces(entries))
-    plan = make_plan(dict.fromkeys(range(4), everything), {FILES: files.file_demand(entries)}, 1)
+    plan = make_plan(dict.fromkeys(range(4), everything), {FILES: Demand(everything.pieces)}, 1)
     assert {rank: part.local_bytes for rank, part in plan.items()} == dict.fromkeys(range(4), 80) | {FILES: 8 * 40}
 
 

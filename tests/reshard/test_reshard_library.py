@@ -27,12 +27,16 @@ from hybrid3d import reshard
 from hybrid3d.reshard import (
     Box,
     CorruptTensors,
+    Holdings,
     JsonExchange,
     NoSink,
+    NoSource,
     Piece,
     PlainSink,
+    PlainSource,
     PlanError,
     Resharder,
+    View,
     local_shards,
     pieces_of,
     tensor_sink,
@@ -40,7 +44,9 @@ from hybrid3d.reshard import (
 )
 from hybrid3d.reshard.exchange import _from_json
 from hybrid3d.reshard.move.memory import strided_view
+from hybrid3d.reshard.sync_plan import plan_sync
 from run_ranks import environment, kill_marked
+from spawned import spawn
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "reshard_two_meshes.py"
@@ -221,6 +227,87 @@ def test_resharder_refuses_tensors_that_one_side_lacks(alone: dist.ProcessGroup)
         Resharder(tensor_source(held), tensor_sink({"a": torch.ones(2)}), alone)
     with pytest.raises(PlanError):
         Resharder(tensor_source(held), NoSink(), alone)
+
+
+class FullSink(PlainSink):
+    """Has no memory for its first version."""
+
+    tries = 0
+
+    def begin(self) -> None:
+        super().begin()
+        self.tries += 1
+        if self.tries == 1:
+            raise MemoryError("full")
+
+
+class CountingSource(PlainSource):
+    """Refuses to begin before it has ended or abandoned what it has begun."""
+
+    begun = False
+
+    def begin(self) -> None:
+        assert not self.begun
+        self.begun = True
+
+    def end(self) -> None:
+        self.begun = False
+
+    abandon = end
+
+
+def test_resharder_abandons_what_cannot_begin(alone: dist.ProcessGroup) -> None:
+    held, wanted = tensor_source({"w": torch.ones(3)}), tensor_sink({"w": torch.zeros(3)})
+    source, sink = CountingSource(held._tensors, held.holdings), FullSink(wanted._tensors, wanted.demand)
+    resharder = Resharder(source, sink, alone)
+    with pytest.raises(MemoryError, match="full"):
+        resharder.run(1)
+    assert (source.begun, sink.version) == (False, None)
+    resharder.run(2)
+    assert (source.begun, sink.version, wanted._tensors["w"].tolist()) == (False, 2, [1.0] * 3)
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_plan_waits_for_the_last_part_of_a_tensor(alone: dist.ProcessGroup, last: int) -> None:
+    halves = {name: torch.ones(2) for name in "ab"}
+    pieces = [Piece("t", Box((2 * i,), (2,)), View(name, 0, (1,)), "float32") for i, name in enumerate(halves)]
+    updated_in = {"a": 1 - last, "b": last}
+    source = PlainSource(halves, Holdings(tuple(pieces)), updated_in)
+    sink = tensor_sink({"t": torch.zeros(4)})
+    assert plan_sync(source, sink, JsonExchange(alone), 1 << 20, 8).ready == [1]
+
+
+def rank_with_its_own_numbers(rank: int, folder: Path, numbers: list[dict[str, int]]) -> None:
+    """Make a `Resharder` as one of two ranks, and keep what it says."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    tensors = {"w": torch.full((200_000,), 1.0 - rank)}
+    ends = (NoSource(), tensor_sink(tensors)) if rank else (tensor_source(tensors), NoSink())
+    said = ""
+    try:
+        Resharder(*ends, dist.group.WORLD, **numbers[rank]).run()
+    except PlanError as error:
+        said = str(error)
+    (folder / f"{rank}.txt").write_text(said)
+    dist.destroy_process_group()
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize(
+    ("numbers", "found"),
+    [
+        ([{"bucket_bytes": 1 << 20}, {"bucket_bytes": 1 << 16}], "1048576 and 8 on rank 0; 65536 and 8 on rank 1"),
+        ([{"ranks_per_node": 1}, {}], "1048576 and 1 on rank 0; 1048576 and 8 on rank 1"),
+    ],
+)
+def test_resharder_refuses_ranks_with_other_numbers(tmp_path: Path, numbers: list[dict[str, int]], found: str) -> None:
+    all_numbers = [{"bucket_bytes": 1 << 20, "ranks_per_node": 8} | each for each in numbers]
+    spawn(rank_with_its_own_numbers, (tmp_path, all_numbers), 2)
+    expected = f"bucket_bytes and ranks_per_node are {found}: give all 2 ranks the same"
+    assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == [expected] * 2
+
+
+def test_resharder_of_nothing_moves_nothing(alone: dist.ProcessGroup) -> None:
+    assert Resharder(NoSource(), NoSink(), alone).run(1).received_bytes == 0
 
 
 def test_example_imports_only_the_library() -> None:

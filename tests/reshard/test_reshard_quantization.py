@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybrid3d.families import is_quantized
-from hybrid3d.reshard.delta.changes import unpack_bits
+from hybrid3d.reshard.delta.encoding import unpack_bits
 from hybrid3d.reshard.ends import PlainSource
 from hybrid3d.reshard.fp8 import (
     BLOCK,

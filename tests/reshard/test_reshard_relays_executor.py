@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid3d import distributed
-from hybrid3d.reshard.delta.changes import pack_bits
+from hybrid3d.reshard.delta.encoding import pack_bits
 from hybrid3d.reshard.delta.executor import DeltaExecutor
 from hybrid3d.reshard.ends import NamedTensors
 from hybrid3d.reshard.move.executor import Executor

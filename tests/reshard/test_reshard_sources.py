@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybrid3d.families import is_quantized
-from hybrid3d.reshard.delta.changes import changed_positions
+from hybrid3d.reshard.delta.runs import changed_positions
 from hybrid3d.reshard.ends import NOTHING_TRACKED, NoSource, PlainSource
 from hybrid3d.reshard.plan.box import Box
 from hybrid3d.reshard.plan.layout import Holdings, Piece, View

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from hybrid3d.distributed import is_lost_peer
 from hybrid3d.reshard.delta.executor import DeltaExecutor
@@ -48,6 +49,20 @@ def test_map_buffer_maps_only_memory_of_messages(tmp_path: Path) -> None:
         map_buffer(os.getpid(), write, 100)  # opening it would wait
     os.close(read)
     os.close(write)
+
+
+def test_shared_memory_unpickles_nothing_from_other_ranks(
+    alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outside of a run nothing signs it."""
+    monkeypatch.setattr(distributed_c10d, "_tensor_to_object", lambda *_: pytest.fail("it was unpickled"))
+    shared = SharedMemory(alone, [3], [3], lambda *_: None)
+    assert shared.peers == set()
+    buffer = SharedBuffer(8)
+    buffer.flat_view(2, 4, torch.uint8).copy_(torch.arange(4))
+    assert [*shared.exchange([buffer], [(3, 7, Place(0, 2, 4, True))])] == [(3, 7)]
+    told = shared.exchange([buffer, buffer], [(3, 8, Place(1, 2, 4, True)), (5, 9, Place(0, 0, 8, True))])
+    assert {key: memory.tolist() for key, memory in told.items()} == {(3, 8): [0, 1, 2, 3]}
 
 
 def job(member: int, folder: Path) -> None:

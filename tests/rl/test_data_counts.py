@@ -16,9 +16,8 @@ from rich.console import Console
 from commands import PROBLEMS
 from hybrid3d.cli import main
 from hybrid3d.rl.data import DataError, PromptData
-from hybrid3d.run.display import Display
 from hybrid3d.run.folder import RunFolder
-from hybrid3d.run.logger import RunLogger
+from hybrid3d.run.logger import Display, RunLogger
 from test_rl_data import make_tokenizer, read
 
 Write = Callable[..., Path]
@@ -55,12 +54,13 @@ def test_rows_are_counted(write: Write, tokenizer: Any) -> None:
 def test_file_of_which_most_rows_would_be_left_out(write: Write, tokenizer: Any) -> None:
     path = write(fitting=10, overlong=390, broken=0)
     with pytest.raises(DataError) as caught:
-        read(path, tokenizer, max_prompt_tokens=3, overlong="drop")
+        read(path, tokenizer, max_prompt_tokens=3, overlong="drop", remedy="raise this (or lower that), ")
     assert str(caught.value) == (
         f"{path}: 390 of 400 rows would be left out, 0 broken and 390 with a prompt of more than 3 tokens, and at most "
-        "200 may be: raise rollout.max_model_len (or lower rollout.max_new_tokens), set data.overlong=truncate_left, "
-        "or remove these rows from the file"
+        "200 may be: raise this (or lower that), set data.overlong=truncate_left, or remove these rows from the file"
     )
+    with pytest.raises(DataError, match=r"may be: set data\.overlong=truncate_left, or remove these rows from the"):
+        read(path, tokenizer, max_prompt_tokens=3, overlong="drop")
     assert read(path, tokenizer, max_prompt_tokens=3, overlong="truncate_left").counts["truncated"] == 390
 
 
@@ -140,4 +140,5 @@ def test_run_that_leaves_out_most_rows_ends_before_ranks_start(
     assert main(["train", str(recipe), *settings]) == 2
     said = capsys.readouterr().err
     assert f"{path}: {PROBLEMS} of {PROBLEMS + 1} rows would be left out" in said
+    assert "may be: raise rollout.max_model_len (or lower rollout.max_new_tokens), set data.overlong=" in said
     assert not (tmp_path / "runs").exists()

@@ -18,7 +18,6 @@ from hybrid3d.rl.data import (
     Example,
     PromptData,
     encode_chat,
-    encode_pair,
     encode_prompt,
     epoch_order,
 )
@@ -130,21 +129,23 @@ def test_read_encodes_every_row(path: Path, tokenizer: Any) -> None:
 
 
 def test_pair_has_its_loss_on_answer_and_eos(path: Path, tokenizer: Any) -> None:
-    example = read(path, tokenizer).examples[1]
-    tokens, prompt_length = encode_pair(tokenizer, example, max_tokens=6)
+    example = read(path, tokenizer, max_tokens=9).examples[1]
+    (tokens,) = example.trained
     assert tokens == (BOS, *ids("how many"), *ids("#### 3"), EOS)
-    batch = Batch.from_sequences([tokens], [prompt_length], pad_id=PAD)
+    batch = Batch.from_sequences([tokens], [len(example.prompt_ids)], pad_id=PAD)
     assert batch.response_mask.tolist() == [[0, 0, 0, 1, 1, 1]]
-    with pytest.raises(DataError, match=r"row 1 \(from 0\): prompt, answer and EOS are 6 tokens, the model takes 5"):
-        encode_pair(tokenizer, example, max_tokens=5)
+    message = r"row 0 \(from 0\): the prompt has 6 tokens, with the answer and EOS 9; at most 100 and 8 fit \(1 such"
+    with pytest.raises(DataError, match=message):
+        read(path, tokenizer, max_tokens=8)
+    cut = read(path, tokenizer, max_tokens=5, overlong="truncate_left").examples[1]
+    assert cut.trained == ((*ids("how many"), *ids("#### 3"), EOS),)
 
 
-def test_pair_needs_an_eos(path: Path, tokenizer: Any) -> None:
-    example = read(path, tokenizer).examples[1]
+def test_pair_needs_an_eos(path: Path) -> None:
     silent = make_tokenizer("<bos> $A")
     silent.eos_token = None
     with pytest.raises(DataError, match="the tokenizer has no EOS token"):
-        encode_pair(silent, example, max_tokens=100)
+        read(path, silent, max_tokens=100)
 
 
 def test_long_prompts_are_refused(path: Path, tokenizer: Any) -> None:
@@ -405,7 +406,8 @@ def test_broken_rows_that_are_few_are_skipped_and_counted(write: Callable[..., P
 
 def test_data_without_usable_rows_is_refused(write: Callable[..., Path], tokenizer: Any) -> None:
     path = write(question=["how many", ""], answer=["7", "7"])
-    with pytest.raises(DataError, match="no row can be used: 1 broken, 1 too long"):
+    message = "2 of 2 rows would be left out, 1 broken and 1 with a prompt of more than 2 tokens, and at most 1 may be"
+    with pytest.raises(DataError, match=message):
         read(path, tokenizer, overlong="drop", max_invalid_fraction=0.5, max_prompt_tokens=2)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,8 @@ from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.inputs.chat_template import check_chat_template
 from hybrid3d.inputs.models import read_config, read_data, read_tokenizer
 from hybrid3d.launch.preflight import check_data_references
-from hybrid3d.rl.data import PromptData
+from hybrid3d.rl.data import Example, PromptData
 from hybrid3d.rl.data_files import DataError
-from hybrid3d.rl.preference_data import Pair, PairData
 from test_rl_data import BOS, BOT, CHAT, EOS, ID, TURNS, USER, ids, make_tokenizer, tokenizer, turn, write
 
 __all__ = ["tokenizer", "write"]  # fixtures
@@ -27,23 +27,24 @@ Write = Callable[..., Path]
 QUESTIONS, CHOSEN, REJECTED = ["how many apples", "3 4"], ["#### 7", "7"], ["#### 3", "#### 4 4"]
 
 
-def read(path: Path, tokenizer: Any, **settings: Any) -> PairData:
+def read(path: Path, tokenizer: Any, **settings: Any) -> PromptData:
     limits = {"max_prompt_tokens": 100, "max_tokens": 100}
-    columns = {"prompt": "question", "chosen": "chosen", "rejected": "rejected"}
-    return PairData.read_pairs(path, tokenizer, **{**limits, **columns, **settings})
+    columns = {"prompt": "question", "answer": "chosen", "rejected": "rejected"}
+    return PromptData.read(path, tokenizer, **{**limits, **columns, **settings})
 
 
 def test_pair_answers_follow_the_prompt_and_end_with_eos(write: Write, tokenizer: Any) -> None:
     data = read(write(question=QUESTIONS, chosen=CHOSEN, rejected=REJECTED), tokenizer)
     prompt = (BOS, *ids("how many apples"))
-    assert data.examples[0] == Pair(
+    assert data.examples[0] == Example(
         0,
         "how many apples",
         "#### 7",
         prompt,
-        (*prompt, *ids("#### 7"), EOS),
-        (*prompt, *ids("#### 3"), EOS),
+        answer_ids=(*ids("#### 7"), EOS),
+        rejected_ids=(*ids("#### 3"), EOS),
     )
+    assert data.examples[0].trained == ((*prompt, *ids("#### 7"), EOS), (*prompt, *ids("#### 3"), EOS))
     assert data.counts == {"rows": 2, "used": 2, "broken": 0, "overlong": 0, "truncated": 0}
     assert {pair.row for pair in data.batch(0, 2)} == {0, 1}
 
@@ -60,7 +61,7 @@ def test_chat_turns(write: Write, tokenizer: Any) -> None:
     ):
         turns = {name: pa.array([[*before, one]], TURNS) for name, one in answer.items()}
         (pair,) = read(write(question=question, **turns), tokenizer, chat_template=True).examples
-        assert (pair.chosen, pair.rejected) == ((*wanted, ID["7"], EOS), (*wanted, ID["3"], EOS))
+        assert pair.trained == ((*wanted, ID["7"], EOS), (*wanted, ID["3"], EOS))
         assert pair.answer == "7"
     with pytest.raises(DataError, match=r"column 'question' holds chat turns: only prompts and pairs may"):
         read(write(question=pa.array([[asked]], TURNS), chosen=["7"], rejected=["3"]), tokenizer)
@@ -129,7 +130,7 @@ def test_long_pairs(write: Write, tokenizer: Any, limits: dict[str, int]) -> Non
     assert dropped.counts == {"rows": 2, "used": 1, "broken": 0, "overlong": 1, "truncated": 0}
     cut = read(path, tokenizer, overlong="truncate_left", **limits)
     assert cut.examples[0].prompt_ids == tuple(ids("how many apples"))
-    assert cut.examples[0].chosen == (*ids("how many apples"), *ids("#### 7"), EOS)
+    assert cut.examples[0].trained[0] == (*ids("how many apples"), *ids("#### 7"), EOS)
     assert cut.truncated == 1
 
 
@@ -137,7 +138,8 @@ def test_answers_that_leave_no_room_for_a_prompt(write: Write, tokenizer: Any) -
     path = write(question=["how"], chosen=["#### 7 7 7 7"], rejected=["#### 3"])
     with pytest.raises(DataError, match=r"set data\.overlong to drop$"):
         read(path, tokenizer, max_tokens=6, overlong="truncate_left")
-    with pytest.raises(DataError, match="1 of 1 pairs would be left out, 0 broken and 1 of more than 6 tokens"):
+    message = r"1 of 1 rows would be left out, 0 broken and 1 .* of more than 6 with an answer, and at most 0 may be"
+    with pytest.raises(DataError, match=message):
         read(path, tokenizer, max_tokens=6, overlong="drop")
 
 
@@ -149,8 +151,7 @@ def test_recipe_reads_preference_pairs(demo: Path) -> None:
     recipe, config = recipe_of(), read_config(demo / "base")
     tokenizer = read_tokenizer(recipe)
     train, held_out = read_data(recipe, config, tokenizer)
-    assert isinstance(train, PairData)
-    assert isinstance(held_out["eval"], PairData)
+    assert all(len(example.trained) == 2 for example in (*train.examples, *held_out["eval"].examples))
     assert (len(train.examples), len(held_out["eval"].examples)) == (4096, 256)
     assert train.examples[0].answer.startswith("#### ")  # the reference answer of an evaluation is the chosen one
     check_data_references(recipe, train, held_out)
@@ -158,6 +159,29 @@ def test_recipe_reads_preference_pairs(demo: Path) -> None:
     in_chats = recipe_of("data.chat_template=true")
     check_chat_template(in_chats, tokenizer)
     assert len(read_data(in_chats, config, tokenizer)[0].examples) == 4096
+
+
+def test_overlong_answers_of_sft_are_handled_as_recipe_says(demo: Path, tmp_path: Path) -> None:
+    """Of three rows the model has 25 positions for two."""
+    path = tmp_path / "answers.parquet"
+    pq.write_table(pa.table({"question": ["how many"] * 3, "answer": ["7", "7 " * 40, "7"]}), path)
+    settings = [f"model.path={demo}/base", "rollout=null", f"data.train={path}", f"data.eval={path}"]
+
+    def read_train(*overrides: str) -> PromptData:
+        recipe = load_recipe(ROOT / "recipes/demo-warmup.yaml", [*settings, *overrides])
+        config = read_config(demo / "base") | {"max_position_embeddings": 25}
+        return read_data(recipe, config, read_tokenizer(recipe))[0]
+
+    with pytest.raises(DataError) as caught:
+        read_train()
+    assert re.fullmatch(
+        rf"{path}: row 1 \(from 0\): the prompt has \d tokens, with the answer and EOS [4-9]\d; at most 25 and 25 fit "
+        r"\(1 such rows in all\): set data\.overlong to drop or truncate_left",
+        str(caught.value),
+    )
+    dropped = read_train("data.overlong=drop")
+    assert dropped.counts == {"rows": 3, "used": 2, "broken": 0, "overlong": 1, "truncated": 0}
+    assert [example.row for example in dropped.examples] == [0, 2]
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo"])
@@ -178,7 +202,7 @@ def test_json_lines(tmp_path: Path, tokenizer: Any) -> None:
     row = {"prompt": [asked], "chosen": [turn("assistant", "7")], "rejected": [turn("assistant", "3")], "score": 0.5}
     path.write_text("\n".join(json.dumps(row | {"id": i}) for i in range(3)) + "\n")
     data = read(path, tokenizer, chat_template=True, prompt="prompt")
-    assert [pair.chosen for pair in data.examples] == [(BOS, USER, ID["apples"], BOT, ID["7"], EOS)] * 3
+    assert [pair.trained[0] for pair in data.examples] == [(BOS, USER, ID["apples"], BOT, ID["7"], EOS)] * 3
     with pytest.raises(DataError, match=r"no column 'question'; the columns there: prompt, chosen, rejected, score"):
         read(path, tokenizer, chat_template=True)
     path.write_text('{"prompt": "apples", "chosen": "7"')

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -153,6 +155,8 @@ def test_schedule_nested_or_dotted_is_read_in_order_and_back(tmp_path: Path) -> 
     ]
     (tmp_path / "again.yaml").write_text(recipe_to_yaml(recipe))
     assert load_recipe(tmp_path / "again.yaml") == recipe
+    more = load_recipe(tmp_path / "again.yaml", ["schedule.31.sync.bucket_mib=1"])
+    assert more.schedule == recipe.schedule | {31: {"sync.verify": "always", "sync.bucket_mib": 1}}
     assert load_recipe(DEMO).schedule == {}
 
 
@@ -383,6 +387,36 @@ def test_rate_that_is_set_follows_the_schedule_that_there_was() -> None:
         scheduler.step(increment=1)
 
 
+@pytest.mark.engines
+def test_resume_in_warmup_has_the_rate_that_was_set() -> None:
+    """The resumed schedule is built with the recipe's rate, and loads the other from the checkpoint."""
+    from hybrid3d.train.megatron.model import _scheduler, _set_learning_rate
+
+    before = Optimizer(lr=1e-6, warmup_steps=10)
+    after = replace(before, lr=1e-5)
+
+    def schedule() -> tuple[Any, dict[str, Any]]:
+        group: dict[str, Any] = {"params": [], "max_lr": before.lr, "min_lr": before.min_lr}
+        return _scheduler(SimpleNamespace(param_groups=[group]), before, steps=20), group
+
+    def rates(scheduler: Any, group: dict[str, Any], steps: int) -> list[float]:
+        found = []
+        for _ in range(steps):
+            _set_learning_rate(scheduler, after)
+            found.append(group["lr"])
+            scheduler.step(increment=1)
+        return found
+
+    scheduler, group = schedule()
+    rates(scheduler, group, 3)
+    resumed, resumed_group = schedule()
+    resumed_group.update(group)  # the optimizer is loaded first
+    resumed.load_state_dict(scheduler.state_dict())
+    went_on = rates(scheduler, group, 10)
+    assert went_on == pytest.approx([1e-5 * (1 + min(step, 10)) / 11 for step in range(3, 13)], rel=1e-12)
+    assert rates(resumed, resumed_group, 10) == went_on
+
+
 # ---- less memory
 
 ALL_AWAY = {f"offload_{kind}": True for kind in OFFLOADS}
@@ -492,6 +526,31 @@ def test_memory_runs_out_again_and_again(recipe: Recipe, tmp_path: Path) -> None
         ("out_of_memory", 2, count, size) for count, size in ((1, 32), (2, 16), (3, 8))
     ]
     assert sorted(path.name for path in tmp_path.glob("out*")) == [f"out-of-memory-{n}.json" for n in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_oom_recovery_needs_no_hard_links(
+    exists: bool, recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path)
+    if exists:
+        OomRecovery().prepare_restart(OUT, recipe, folder, 1)
+
+    def refuse(source: Path, target: Path) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    assert isinstance(OomRecovery().prepare_restart(OUT, recipe, folder, 0), OutOfMemoryRestart)
+    assert OomRecovery.from_folder(folder).count == 1
+    (event,) = folder.events.read_text().splitlines()
+    assert json.loads(event)["rank"] == int(exists)
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_oom_recovery_that_cannot_be_written_says_so(recipe: Recipe, tmp_path: Path) -> None:
+    error = OomRecovery().prepare_restart(OUT, recipe, RunFolder(tmp_path / "none"), 0)
+    assert not isinstance(error, OutOfMemoryRestart)
+    assert str(error).startswith(f"{OUT}: there is no restart with other settings, as {tmp_path}/none/out-of-memory-1")
 
 
 def test_oom_recovery_says_when_nothing_is_left_to_give_up(recipe: Recipe, tmp_path: Path) -> None:

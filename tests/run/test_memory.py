@@ -16,9 +16,8 @@ import pytest
 from hybrid3d.report.memory import MEASURED_ON, memory_columns, memory_table, rank_memory_table
 from hybrid3d.report.run_data import read_run
 from hybrid3d.run import memory
-from hybrid3d.run.display import Display
 from hybrid3d.run.folder import RunFolder
-from hybrid3d.run.logger import RunLogger
+from hybrid3d.run.logger import Display, RunLogger
 from hybrid3d.run.memory import MemoryMeter
 from hybrid3d.run.metrics import PhaseTimer
 from report_runs import SPANS, write_run

@@ -56,10 +56,24 @@ def test_error_without_a_reason_where_little_is_left(tmp_path: Path, monkeypatch
         assert describe_write_error(tmp_path, error).startswith(begins)
 
 
+def raise_while_handling(handled: OSError, cut: bool) -> None:
+    """Raise that a peer is lost while another error is handled, cut from it or not."""
+    try:
+        raise handled
+    except OSError:
+        if cut:
+            raise RuntimeError("Connection closed by peer") from None
+        raise RuntimeError("Connection closed by peer")  # noqa: B904
+
+
 def test_lost_peer_is_no_fault_of_files() -> None:
     assert not is_file_error(RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"))
     assert not is_file_error(ConnectionResetError("Connection reset by peer"))
     assert is_file_error(OSError(errno.EIO, "Input/output error"))
+    for cut in (False, True):
+        with pytest.raises(RuntimeError) as caught:
+            raise_while_handling(OSError(errno.ENOENT, "No such file or directory"), cut)
+        assert is_file_error(caught.value) is not cut
 
 
 def test_free_bytes_of_what_is_not_there_yet(tmp_path: Path) -> None:

@@ -14,9 +14,8 @@ from rich.console import Console
 
 from hybrid3d.config import RecipeError, load_recipe
 from hybrid3d.run import folder as run_folder
-from hybrid3d.run.display import Display
 from hybrid3d.run.folder import RunFolder
-from hybrid3d.run.logger import RunLogger
+from hybrid3d.run.logger import Display, RunLogger
 from run_ranks import ROOT
 
 RECIPE = load_recipe(ROOT / "recipes/demo-cpu.yaml")

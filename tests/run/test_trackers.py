@@ -13,9 +13,10 @@ import pytest
 
 from commands import ROOT, demo_folder, hybrid3d, read_rows
 from hybrid3d.config import Recipe, RecipeError, load_recipe
+from hybrid3d.config.schema import flatten_settings, to_raw
 from hybrid3d.launch.preflight import check_trackers
 from hybrid3d.run.folder import RunFolder
-from hybrid3d.run.trackers import Trackers
+from hybrid3d.run.trackers import Trackers, find_problems
 
 LEVELDB_BLOCK, LEVELDB_HEADER = 32768, struct.Struct("<IHB")  # CRC, length, kind
 pytestmark = pytest.mark.processes
@@ -111,7 +112,7 @@ def test_mlflow_has_the_run_and_goes_on_with_it(folder: RunFolder) -> None:
     log(folder, "mlflow", range(3, 6))
     (run,) = client.search_runs([experiment.experiment_id])
     assert (run.info.run_name, run.info.status) == ("demo-cpu", "FINISHED")
-    assert run.data.params["optimizer.lr"] == str(recipe().optimizer.lr)
+    assert run.data.params == {key: str(value) for key, value in flatten_settings(to_raw(recipe("mlflow"))).items()}
     history = client.get_metric_history(run.info.run_id, "reward/mean")
     assert {metric.step: metric.value for metric in history} == {s: row["reward/mean"] for s, row in ROWS.items()}
 
@@ -173,6 +174,12 @@ def test_tracker_needs_are_checked_before_ranks_start(monkeypatch: pytest.Monkey
     assert packages.startswith("tracking: no package for mlflow: install what is missing (pip install no-such-mlflow)")
     assert "MLFLOW_TRACKING_URI" in address
     assert "OTEL_EXPORTER_PROMETHEUS_PORT='http'" in port
+    monkeypatch.setenv("OTEL_EXPORTER_PROMETHEUS_PORT", "0")
+    assert find_problems(["prometheus"]) == [
+        "OTEL_EXPORTER_PROMETHEUS_PORT='0' is not a port: set it to a number from 1 to 65535"
+    ]
+    monkeypatch.delenv("OTEL_EXPORTER_PROMETHEUS_PORT")
+    assert find_problems(["prometheus"]) == []
 
 
 @pytest.mark.slow

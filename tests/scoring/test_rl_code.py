@@ -158,6 +158,13 @@ def test_program_in_an_answer(answer: str, program: str) -> None:
     assert extract_program(answer) == program
 
 
+def test_program_behind_fences_that_never_close() -> None:
+    began = time.monotonic()
+    answer = "```python\nprint(1)\n```\n" + "```x\n" * 10_000
+    assert extract_program(answer) == "print(1)\n"
+    assert time.monotonic() - began < 2
+
+
 @pytest.mark.parametrize(
     "reference",
     ["", "{}", "[]", "3", '{"tests": ""}', '{"tests": 3}', '{"stdin_stdout": []}', '{"stdin_stdout": [["1"]]}'],

@@ -16,8 +16,6 @@ from hybrid3d.scoring.environments import (
     calculate,
     calculator,
     check_environment,
-    ends_with_stop,
-    stop_tokens,
 )
 
 pytestmark = pytest.mark.processes
@@ -86,44 +84,6 @@ def test_calculate_agrees_with_fractions(rest: list[tuple[str, int]], first: int
         found = calculate(source)
         assert found is not None
         assert abs(Fraction(found) - exact) <= Fraction(1, 2 * 10**6)
-
-
-class Letters:
-    """A vocabulary of these texts."""
-
-    def __init__(self, *texts: str):
-        self.texts = texts
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
-        return "".join(self.texts[token] for token in token_ids)
-
-
-def test_generating_pauses_at_every_token_that_can_end_a_stop() -> None:
-    vocabulary = Letters("", "a", "=", " =", "==", "</", "tool", ">", "=>")
-    assert stop_tokens(vocabulary, ["="]) == (2, 3, 4, 8)
-    assert stop_tokens(vocabulary, ["=", "</tool>"]) == (2, 3, 4, 7, 8)
-    assert stop_tokens(vocabulary, []) == ()
-    with pytest.raises(ValueError, match=r"stop '\?!': none of the tokenizer's 9 tokens has '!' in it"):
-        stop_tokens(vocabulary, ["?!"])
-
-
-@pytest.mark.parametrize(
-    ("text", "last", "there"),
-    [
-        ("1+1=", "=", True),
-        ("1=1", "1", False),
-        ("1=", " =", True),
-        ("a </tool>", ">", True),
-        ("a </tool> b>", "b>", False),
-        ("a </tool>", "ool>", True),
-        ("a >", ">", False),
-    ],
-)
-def test_whether_a_stop_ends_in_the_last_token(text: str, last: str, there: bool) -> None:
-    assert ends_with_stop(text, last, ["=", "</tool>"]) is there
 
 
 # ---- a user's own

@@ -9,16 +9,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
 
 import hybrid3d
 from hybrid3d.scoring import pool_client
-from hybrid3d.scoring.function_scorer import FunctionScorer, check_reward
 from hybrid3d.scoring.functions import LARGEST_REWARD
-from hybrid3d.scoring.scorer import Query, Scores, scores_of
+from hybrid3d.scoring.scorer import FunctionScorer, Query, Scores, check_reward, scores_of
 from queries import score
 
 pytestmark = pytest.mark.processes
@@ -49,6 +50,10 @@ def odd(answer, reference, prompt):
         case "one": return numpy.float32(0.25)
         case "true": return True
         case "who": return float(os.getpid())
+    return float(answer)
+
+def pause(answer, reference, prompt):
+    time.sleep(0.3)
     return float(answer)
 
 def equal(answer, reference, prompt):
@@ -130,17 +135,17 @@ def items(*answers: str) -> list[tuple[str, str, str]]:
 
 def test_cheap_builtin_needs_no_process() -> None:
     before = descendants(os.getpid())
-    with FunctionScorer("gsm8k", workers=2, timeout_seconds=1.0, default=-1.0) as scorer:
+    with closing(FunctionScorer("gsm8k", workers=2, timeout_seconds=1.0, default=-1.0)) as scorer:
         assert score(scorer, [("#### 72", "#### 72", ""), ("#### 7", "#### 72", "")]) == Scores([1.0, 0.0], {}, {})
         assert descendants(os.getpid()) == before
 
 
 @pytest.mark.usefixtures("mine")
 def test_rewards_come_in_order() -> None:
-    with FunctionScorer("mine:equal", workers=2, timeout_seconds=5.0, default=0.0) as scorer:
+    with closing(FunctionScorer("mine:equal", workers=2, timeout_seconds=5.0, default=0.0)) as scorer:
         assert score(scorer, []) == Scores([], {}, {})
         assert score(scorer, [("a", "a", "ask"), ("a", "b", "ask"), ("b", "b", "")]).rewards == [3.0, 1.0, 2.0]
-    with FunctionScorer("mine:odd", workers=2, timeout_seconds=5.0, default=0.0) as scorer:
+    with closing(FunctionScorer("mine:odd", workers=2, timeout_seconds=5.0, default=0.0)) as scorer:
         many = [str(number / 8) for number in range(500)]
         assert score(scorer, items(*many)) == Scores([float(text) for text in many], {}, {})
 
@@ -154,7 +159,7 @@ def test_scorer_failures_are_counted_by_kind(capfd: pytest.CaptureFixture[str]) 
         **dict.fromkeys(("nan", "huge", "none", "text", "many"), "not_a_number"),
     }
     asked = ["0.5", *answers, "one", "true"]
-    with FunctionScorer("mine:odd", workers=2, timeout_seconds=1.0, default=-1.0) as scorer:
+    with closing(FunctionScorer("mine:odd", workers=2, timeout_seconds=1.0, default=-1.0)) as scorer:
         for _ in range(2):  # the second with the workers that the first left behind
             scores = score(scorer, items(*asked))
             assert scores.rewards == [0.5, *[-1.0] * len(answers), 0.25, 1.0]
@@ -176,7 +181,7 @@ def test_scorer_failures_are_counted_by_kind(capfd: pytest.CaptureFixture[str]) 
 def test_reward_too_large_for_float32_is_named_with_its_row() -> None:
     """Sums and means of the largest that is accepted are finite; at 1e308 they raise OverflowError."""
     asked = items("0.5", "1e30", "large", "-1e31", "nan")
-    with FunctionScorer("mine:odd", workers=1, timeout_seconds=5.0, default=-1.0) as scorer:
+    with closing(FunctionScorer("mine:odd", workers=1, timeout_seconds=5.0, default=-1.0)) as scorer:
         rows = zip(asked, [3, 1, 4, 1, 5], strict=True)
         scores = scorer.score([Query(*item, row=row) for item, row in rows])
     assert scores.rewards == [0.5, 1e30, -1.0, -1.0, -1.0]
@@ -186,7 +191,8 @@ def test_reward_too_large_for_float32_is_named_with_its_row() -> None:
         "not_a_number": "row 5: nan (float)",
     }
     assert numpy.isfinite(numpy.float32(LARGEST_REWARD) * numpy.float32(2**20))
-    of_model = scores_of([0.5, math.nan, -math.inf, 1e31], default=0.0).naming([None, 7, 8, None])
+    queries = [Query("", "", "", row=row) for row in (None, 7, 8, None)]
+    of_model = scores_of(queries, [0.5, math.nan, -math.inf, 1e31], default=0.0)
     assert of_model.rewards == [0.5, 0.0, 0.0, 0.0]
     assert of_model.failures == {"not_a_number": 2, "too_large": 1}
     assert of_model.examples == {"not_a_number": "row 7: nan", "too_large": "1e+31"}
@@ -201,23 +207,23 @@ def test_batched_rewards() -> None:
         "broken": Scores([-1.0] * 3, {"raised": 3}, {"raised": "ValueError: all of it"}),
     }
     for name, scores in expected.items():
-        with FunctionScorer(f"mine:{name}", workers=2, timeout_seconds=5.0, default=-1.0) as scorer:
+        with closing(FunctionScorer(f"mine:{name}", workers=2, timeout_seconds=5.0, default=-1.0)) as scorer:
             assert score(scorer, three) == scores
 
 
 @pytest.mark.usefixtures("mine")
 def test_reward_may_be_told_its_limit() -> None:
-    with FunctionScorer("mine:told", workers=1, timeout_seconds=5.0, default=0.0) as scorer:
+    with closing(FunctionScorer("mine:told", workers=1, timeout_seconds=5.0, default=0.0)) as scorer:
         assert score(scorer, items("")).rewards == [pytest.approx(4.0)]
 
 
 def test_builtins_of_the_pool() -> None:
     """The parentheses would keep a reader of LaTeX busy for half a minute; the program sleeps longer than it may."""
-    with FunctionScorer("math", workers=2, timeout_seconds=2.0, default=0.0) as scorer:
+    with closing(FunctionScorer("math", workers=2, timeout_seconds=2.0, default=0.0)) as scorer:
         answers = [r"\boxed{\frac{2}{4}}", r"\boxed{0.51}", r"\boxed{" + "(" * 5000 + "}"]
         scores = score(scorer, [(answer, "0.5", "") for answer in answers])
         assert (scores.rewards, scores.failures) == ([1.0, 0.0, 0.0], {})
-    with FunctionScorer("code", workers=2, timeout_seconds=2.0, default=0.0) as scorer:
+    with closing(FunctionScorer("code", workers=2, timeout_seconds=2.0, default=0.0)) as scorer:
         programs = ["x = 1", "x = 2", "import time; time.sleep(60)"]
         assert score(scorer, [(program, "assert x == 1", "") for program in programs]) == Scores(
             [1.0, 0.0, 0.0], {}, {}
@@ -237,7 +243,7 @@ def test_workers_have_no_engine_and_nothing_of_the_trainer() -> None:
     thread = threading.Thread(target=stop.wait)
     thread.start()
     torch.ones(1000, 1000) @ torch.ones(1000, 1000)
-    with FunctionScorer("mine:imported", workers=2, timeout_seconds=5.0, default=0.0) as scorer:
+    with closing(FunctionScorer("mine:imported", workers=2, timeout_seconds=5.0, default=0.0)) as scorer:
         assert score(scorer, items("numpy", "torch", "vllm", "megatron", "pytest")).rewards == [1.0, 0.0, 0.0, 0.0, 0.0]
     stop.set()
     thread.join()
@@ -246,8 +252,7 @@ def test_workers_have_no_engine_and_nothing_of_the_trainer() -> None:
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(hybrid3d.__file__).parents[1])}
 SCRIPT = """\
 import sys
-from hybrid3d.scoring.function_scorer import FunctionScorer
-from hybrid3d.scoring.scorer import Query
+from hybrid3d.scoring.scorer import FunctionScorer, Query
 print("main", flush=True)
 scorer = FunctionScorer("mine:odd", workers=2, timeout_seconds=1000, default=0.0)
 print(scorer.score([Query("1", "", ""), Query("none", "", "")]), flush=True)
@@ -285,7 +290,7 @@ def test_pool_goes_with_a_trainer_that_is_killed(mine: Path) -> None:
 @pytest.mark.parametrize("victim", ["worker", "server"])
 def test_process_that_is_killed_between_batches_is_replaced(victim: str) -> None:
     before = set(descendants(os.getpid()))
-    with FunctionScorer("mine:odd", workers=2, timeout_seconds=10.0, default=-1.0) as scorer:
+    with closing(FunctionScorer("mine:odd", workers=2, timeout_seconds=10.0, default=-1.0)) as scorer:
         (worker,) = score(scorer, items("who")).rewards
         server = next(pid for pid in descendants(os.getpid()) if pid not in before)
         os.kill(int(worker) if victim == "worker" else server, signal.SIGKILL)
@@ -293,22 +298,57 @@ def test_process_that_is_killed_between_batches_is_replaced(victim: str) -> None
         assert score(scorer, items("1", "2", "3")) == Scores([1.0, 2.0, 3.0], {}, {})
 
 
+BATCH = """\
+import time
+from types import SimpleNamespace
+from hybrid3d.scoring import pool_server
+
+if __name__ == "__main__":
+    # A clock on which each call takes a quarter of an hour
+    pool_server.time = SimpleNamespace(monotonic=lambda: 3000 * time.monotonic(), sleep=time.sleep)
+    pool = pool_server.Pool("mine:pause", "reward", workers=1, seconds=10.0)
+    print(pool.call([(number, "", "") for number in "1234567"]))
+    pool.close()
+"""
+
+
+def test_calls_of_a_batch_have_no_limit_together(mine: Path) -> None:
+    (mine / "batch.py").write_text(BATCH)
+    done = subprocess.run([sys.executable, "batch.py"], stdout=subprocess.PIPE, text=True, timeout=60, env=ENVIRONMENT)
+    results = [(float(number), "", "") for number in range(1, 8)]
+    assert (done.returncode, done.stdout) == (0, f"imported\n{results}\n")
+
+
+@pytest.mark.parametrize(("workers", "answers", "seconds"), [(2, 1024, 10.0), (64, 65, 300.0), (8, 1, 0.5)])
+def test_pool_waits_until_all_workers_may_have_hung(
+    workers: int, answers: int, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker is started for each call, and its module takes as long to import as it may."""
+    limits = list[float]()
+    results = [(1.0, "", "")] * answers
+    connection = SimpleNamespace(send=len, poll=lambda limit: not limits.append(limit), recv=lambda: results)
+    client = pool_client.ProcessPoolClient("mine:odd", "reward", workers, seconds)
+    monkeypatch.setattr(client, "_ensure_server", lambda: (None, connection))
+    assert client.call(items(*["1"] * answers)) == results
+    assert limits == [pytest.approx(120 + math.ceil(answers / workers) * (120 + seconds))]
+
+
 @pytest.mark.usefixtures("mine")
 def test_pool_that_itself_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_client, "START_SECONDS", 1)
     monkeypatch.setattr(pool_client, "GRACE_SECONDS", 0.5)
     before = set(descendants(os.getpid()))
-    with FunctionScorer("mine:odd", workers=2, timeout_seconds=0.5, default=-1.0) as scorer:
+    with closing(FunctionScorer("mine:odd", workers=2, timeout_seconds=0.5, default=-1.0)) as scorer:
         score(scorer, items("1"))
         server = next(pid for pid in descendants(os.getpid()) if pid not in before)
         os.kill(server, signal.SIGSTOP)
+        monkeypatch.setattr(pool_client, "START_SECONDS", 1)
         assert score(scorer, items("1", "2")) == Scores(
-            [-1.0, -1.0], {"hung": 2}, {"hung": "the pool's server did not reply within 2 s"}
+            [-1.0, -1.0], {"hung": 2}, {"hung": "the pool's server did not reply within 2.5 s"}
         )
+        monkeypatch.setattr(pool_client, "START_SECONDS", 20)
         server = score(scorer, items("1")) and next(pid for pid in descendants(os.getpid()) if pid not in before)
         killer = threading.Timer(0.2, os.kill, (server, signal.SIGKILL))
         killer.start()
-        monkeypatch.setattr(pool_client, "START_SECONDS", 20)
         scores = score(scorer, items("sleep"))
         assert scores == Scores([-1.0], {"died": 1}, {"died": "the pool's server ended with exit code -9"})
         killer.join()
@@ -358,5 +398,5 @@ def test_module_that_does_not_end(mine: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_module_that_breaks_after_it_was_checked(mine: Path) -> None:
     (mine / "mine.py").write_text("raise SystemExit('no licence')")
-    with FunctionScorer("mine:reward", workers=2, timeout_seconds=5.0, default=0.5) as scorer:
+    with closing(FunctionScorer("mine:reward", workers=2, timeout_seconds=5.0, default=0.5)) as scorer:
         assert score(scorer, items("1", "2")) == Scores([0.5, 0.5], {"raised": 2}, {"raised": "SystemExit: no licence"})

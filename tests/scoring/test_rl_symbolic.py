@@ -296,6 +296,14 @@ def test_final_text(text: str, final: str | None) -> None:
     assert final_text(text) == final
 
 
+@pytest.mark.parametrize("repeated", [r"\boxed{", r"\boxed{ "])
+def test_final_text_of_repeated_boxes_takes_no_time(repeated: str) -> None:
+    """Policies that degenerate repeat themselves, up to the longest answer that they may give."""
+    began = time.monotonic()
+    assert final_text(repeated * 10_000) == ""
+    assert time.monotonic() - began < 2
+
+
 def test_last_formula() -> None:
     assert last_formula("") is last_formula(" \n ") is None
     assert last_formula("so $x=1$\nand $y=2$") == "$y=2$"

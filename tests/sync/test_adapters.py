@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from hybrid3d.train.megatron.adapters import Adapters
+from hybrid3d.train.megatron.policy import Policy
 from reference import ADAM, SFT, _laid_out, _optimizer, make_inputs, model_of, pick, tensors_in
 from run_ranks import run_ranks
 
@@ -212,3 +215,28 @@ def test_plain_pytorch_computes_what_peft_does(results: Results, family: str) ->
     assert trained.keys() == after.keys()
     for name, matrix in after.items():
         assert (trained[name] - matrix).abs().max() <= 1e-6, name
+
+
+class FullMemory(torch.nn.Module):
+    """Adapters for which there is no GPU memory left."""
+
+    def added(self) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize("fails_at", [0, 1])
+def test_merge_without_memory_fails_with_what_says_so(fails_at: int) -> None:
+    """At the first or the last of two virtual stages: the other stage is as before, or was never merged."""
+    layers = [torch.nn.Linear(2, 2) for _ in range(2)]
+    before = [layer.weight.detach().clone() for layer in layers]
+    stages = []
+    for number, layer in enumerate(layers):
+        adapters = Adapters()
+        added = torch.nn.Module()
+        added.added = lambda: torch.ones(2, 2)
+        adapters.attach(layer, FullMemory() if number == fails_at else added)
+        stages.append(SimpleNamespace(adapters=adapters))
+    policy: Any = SimpleNamespace(adapters=object(), stages=stages, onload=lambda kind: None)
+    with pytest.raises(torch.OutOfMemoryError), Policy.merged(policy):
+        pass
+    assert all(torch.equal(layer.weight, weight) for layer, weight in zip(layers, before, strict=True))

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from commands import EXPERTS, ROOT, experts_folder, hybrid3d, read_rows
 from hybrid3d.families import family_of
-from hybrid3d.families.deepseek import COUNTS
+from hybrid3d.families.shared_experts import COUNTS
 from hybrid3d.inputs.export import copy_config_and_tokenizer, export_entries
 from hybrid3d.reshard.file_index import CheckpointError, read_index
-from hybrid3d.reshard.files import CheckpointReader, copy_tensors, create_files, file_holdings, file_pieces, load_files
+from hybrid3d.reshard.files import CheckpointReader, copy_tensors, create_files, file_pieces, load_files
 from hybrid3d.reshard.plan.box import Box
 from hybrid3d.reshard.plan.layout import Demand, Piece, View
 
@@ -105,7 +105,7 @@ def test_layers_that_predict_further_tokens_are_carried_unchanged(checkpoint: Pa
     copy_tensors(checkpoint, out, entries, carried)
     assert torch.equal(load_file(out / "model.safetensors")[carried[0]], truth(checkpoint)[carried[0]])
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
-    assert file_holdings(read_index(out)).pieces
+    assert file_pieces(read_index(out))
 
 
 @pytest.mark.parametrize(

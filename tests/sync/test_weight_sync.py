@@ -3,14 +3,54 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from hybrid3d.reshard import JsonExchange, PlainSink, PlainSource, make_transport, tensor_sink, tensor_source
+from hybrid3d.reshard.ends import NothingTracked
+from hybrid3d.sync import SyncSettings, WeightSync
 from run_ranks import run_ranks
 
 JOB = Path(__file__).parents[1] / "jobs/one_sided_sync.py"
 ROW, TENSORS = 16, 3  # bytes of a row of a tensor
+
+
+class SlowChanges(NothingTracked):
+    """Tells what has changed, and takes its time."""
+
+    elements = 3
+    complete = True
+
+    def clear(self) -> None:
+        time.sleep(0.1)
+
+
+class SlowSink(PlainSink):
+    """Drops what it has computed with older weights, and takes its time."""
+
+    @property
+    def keeps_weights(self) -> bool:  # type: ignore[override]  # asked as each sync begins
+        time.sleep(0.1)
+        return True
+
+    def commit(self, version: int) -> None:
+        time.sleep(0.1)
+        super().commit(version)
+
+
+def test_sync_without_overlap_is_exposed_from_begin_to_commit(alone: dist.ProcessGroup) -> None:
+    held, wanted = tensor_source({"w": torch.ones(3)}), tensor_sink({"w": torch.zeros(3)})
+    source = PlainSource(held._tensors, held.holdings, changes=SlowChanges())
+    sink = SlowSink(wanted._tensors, wanted.demand)
+    transport = make_transport(torch.device("cpu"), alone, 8)
+    sync = WeightSync(source, sink, SyncSettings(1 << 20, 8), JsonExchange(alone), transport)
+    report = sync.run(1)
+    assert sink.version == 1
+    assert 0.3 <= report.exposed_seconds <= report.seconds
 
 
 @pytest.mark.engines

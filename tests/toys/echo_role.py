@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch.distributed.distributed_c10d import Store
 
-from hybrid3d import distributed
+from hybrid3d import launch_environment
 from hybrid3d.config import Recipe
 from hybrid3d.run.logger import RunLogger
 from hybrid3d.scoring.scorer import Query, Scores
@@ -32,7 +32,7 @@ class EchoRank:
         assert isinstance(call, Score)
         self.ready = True
         lengths = [float(len(query.answer)) for query in call.shares[0].whole()]
-        return Reply(scores={0: Scores([*lengths, float(distributed.rank())])})
+        return Reply(scores={0: Scores([*lengths, float(launch_environment.rank())])})
 
     def close(self) -> None: ...
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,7 +43,8 @@ def test_kernels_on_a_gpu_are_named(
     from hybrid3d.train.megatron import runtime
 
     optimizer = SimpleNamespace(Adam=type("FusedAdam", (), {"__module__": f"{adam}.optimizers"}))
-    stated = dict(ON_CUDA=True, USE_TE=te, FUSE_GRADIENTS=fused, optimizer=optimizer, version=lambda name: "2")
+    stated = dict(ON_CUDA=True, USE_TE=te, FUSE_GRADIENTS=fused, optimizer=optimizer)
+    stated["installed_version"] = lambda name: "2"
     for name, value in stated.items():
         monkeypatch.setattr(runtime, name, value)
     assert runtime.in_use() == "training kernels: " + said.format(fused="weight gradients added up by Apex 2")
@@ -215,12 +215,8 @@ def test_versions_that_leave_shards_of_experts_unmarked_are_refused(
 ) -> None:
     """Megatron 0.17 marks them itself, as its comments say, since Transformer Engine 2.13 does not any more."""
 
-    def version(name: str) -> str:
-        if name == "transformer-engine" and transformer_engine is None:
-            raise PackageNotFoundError
-        return {"megatron-core": megatron, "transformer-engine": transformer_engine or ""}[name]
-
-    monkeypatch.setattr(checks, "version", version)
+    versions = {"megatron-core": megatron, "transformer-engine": transformer_engine}
+    monkeypatch.setattr(checks, "installed_version", versions.__getitem__)
     recipe = load_recipe(ROOT / "recipes/demo-cpu.yaml", [])
     with pytest.raises(RecipeError) if is_refused else nullcontext() as raised:
         checks._check_marks_of_experts(recipe)

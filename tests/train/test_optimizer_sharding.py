@@ -54,3 +54,10 @@ def test_optimizer_state_is_the_same_with_another_data_parallel_size(results: Pa
         assert found["equal"]
         assert "train.tp=1, saved was 2" in found["said"]
         assert "run.optimizer_sharding=fully_reshardable" in found["said"]
+
+
+@pytest.mark.parametrize(("family", "dtype"), CASES)
+def test_size_is_expected_where_replicas_hold_other_experts(results: Path, family: str, dtype: str) -> None:
+    """In a layout of two data-parallel ranks, which share out the experts; torch adds little to each tensor."""
+    for found in of_ranks(results, "load", family, dtype, 2):
+        assert found["expected"] == pytest.approx(found["written"], rel=0.1)

@@ -9,16 +9,17 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hybrid3d.config import Run
-from hybrid3d.run.display import Display
+from hybrid3d.config import Run, load_recipe
 from hybrid3d.run.folder import RunFolder, checkpoint_folder
-from hybrid3d.run.logger import RunLogger
+from hybrid3d.run.logger import Display, RunLogger
 from hybrid3d.run.progress import Progress
 from hybrid3d.storage.disk import CheckpointWriteError
 from hybrid3d.storage.manifest import UnusableCheckpoint
-from hybrid3d.train.megatron.engine import MegatronEngine
+from hybrid3d.train.megatron import checkpoint
 from hybrid3d.trainer import checkpoints as trainer_checkpoints
 from hybrid3d.trainer.checkpoints import Checkpoints
+from hybrid3d.trainer.start import training_ranks_here
+from run_ranks import ROOT
 
 pytestmark = pytest.mark.engines
 
@@ -39,7 +40,21 @@ class Written:
 
 @pytest.fixture
 def checkpoints(tmp_path: Path, alone: dist.ProcessGroup) -> Checkpoints:
-    return Checkpoints(MegatronEngine(), {}, 1, RunLogger(RunFolder(tmp_path), 0, Display("run", 1, None)), alone)
+    return Checkpoints({}, RunLogger(RunFolder(tmp_path), 0, Display("run", 1, None)), alone)
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "local_world_size", "count"),
+    [(3, 3, 16, 12), (3, 3, 8, 8), (10, 2, 8, 4), (10, 2, 12, 4), (8, 0, 4, 4)],
+)
+def test_node_has_ranks_that_do_not_train(
+    rank: int, local_rank: int, local_world_size: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe(ROOT / "recipes/demo-cpu.yaml", ["train.dp=12", "train.tp=1", "train.pp=1"])
+    variables = {"RANK": rank, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_world_size, "WORLD_SIZE": 32}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    assert training_ranks_here(recipe) == count
 
 
 class Together(RuntimeError):
@@ -62,10 +77,10 @@ def test_checkpoint_that_its_owner_can_mend_is_not_set_aside(checkpoints: Any, m
     folder = checkpoint_folder(checkpoints._record.folder, 1)
     folder.mkdir(parents=True)
 
-    def link(self: object, models: object, path: Path, group: object) -> None:
+    def link(models: object, path: Path, group: object) -> None:
         raise UnusableCheckpoint(f"{path}: a.distcp is a symbolic link", raised_on_all_ranks=True)
 
-    monkeypatch.setattr(MegatronEngine, "load_checkpoint", link)
+    monkeypatch.setattr(checkpoint, "load", link)
     with pytest.raises(UnusableCheckpoint, match="symbolic link"):
         checkpoints._load_last_intact()
     assert folder.exists()

@@ -16,15 +16,15 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 
 from hybrid3d import ledger
+from hybrid3d.distributed import host_store
 from hybrid3d.reshard import NoSink, NoSource
 from hybrid3d.weight_transfer import TrainerEngine, TrainerInitInfo, trainer
 from hybrid3d.weight_transfer.group import (
     Membership,
-    Rendezvous,
     TransferFailed,
+    WorkerInitInfo,
     _gloo_listens_at,
     find_store,
-    host_store,
     meet,
     number_by_node,
 )
@@ -60,9 +60,9 @@ class Client:
             raise self.error
 
 
-def make_worker(quant_config: Any = None, device: str = "cpu") -> WorkerEngine:
+def make_worker(quant_config: Any = None, device: str = "cpu", rank: int = 0) -> WorkerEngine:
     config = SimpleNamespace(
-        parallel_config=SimpleNamespace(data_parallel_index=0, world_size=1, rank=0),
+        parallel_config=SimpleNamespace(data_parallel_index=0, world_size=1, rank=rank),
         model_config=SimpleNamespace(quantization="fp8"),
         quant_config=quant_config,
     )
@@ -93,8 +93,8 @@ def test_trainer_listens_at_its_address_alone() -> None:
 def test_gloo_listens_on_the_way_to_the_trainer_alone() -> None:
     before = listening([os.getpid()])
     store = host_store(ADDRESS, 0, 5)
-    where = Rendezvous(ADDRESS, "alone", 1, "cpu", 5.0, 1 << 20)
-    member = Membership(PrefixStore("s", store), 0, where, NoSource(), NoSink(), "cpu")
+    info = WorkerInitInfo(**INIT | {"master_port": store.port, "world_size": 1})
+    member = Membership(PrefixStore("s", store), 0, info, NoSource(), NoSink(), "cpu")
     new = listening([os.getpid()]) - before
     assert len(new) == 2
     assert not [socket for socket in new if is_open(socket)]
@@ -212,6 +212,62 @@ def test_tensors_of_a_source_are_dropped_after_an_update() -> None:
     assert not [ref for ref in made if ref() is not None]
 
 
+class Updated(Client):
+    """Stands for a client whose server fails at one call."""
+
+    def __init__(self, fails: str):
+        super().__init__()
+        self.fails = fails
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, update: dict[str, Any]) -> None:
+        self._answer("update_weights")
+
+    def finish_weight_update(self, version: str | None) -> None:
+        self._answer("finish_weight_update")
+
+    def _answer(self, call: str) -> None:
+        time.sleep(0.2)  # in which a rank that does not wait is through
+        if call == self.fails:
+            raise RuntimeError(f"no {call}")
+
+
+@pytest.mark.parametrize("fails", ["", "update_weights", "finish_weight_update"])
+def test_ranks_return_once_vllm_has_answered(fails: str) -> None:
+    port, ranks, ended, before = free_port(), 3, list[tuple[str, float]](), time.monotonic()
+    stores = [host_store(ADDRESS, port, 20), *(find_store(ADDRESS, port, 20) for _ in range(1, ranks))]
+    received = [([rank], (rank, 0, 0)) for rank in range(ranks + 1)]
+
+    def run(rank: int) -> None:
+        info = TrainerInitInfo(
+            rank=rank, master_address=ADDRESS, master_port=port, num_trainer_ranks=ranks, world_size=ranks + 1
+        )
+        engine = TrainerEngine(info, Updated(fails), {"w": torch.ones(2)})
+        exchange = SimpleNamespace(rank=rank, unique=lambda _: received)
+        resharder = SimpleNamespace(exchange=exchange, run=lambda _: None, bind=lambda: None)
+        engine._membership = SimpleNamespace(  # type: ignore[assignment]
+            store=stores[rank], resharder=resharder, ranks=range(ranks + 1), leave=lambda: None
+        )
+        said = ""
+        try:
+            engine.send_weights()
+        except TransferFailed as error:
+            said = str(error)
+        ended.append((said, time.monotonic() - before))
+
+    ledger.arrive(stores[0], 1)
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert {said for said, _ in ended} == {fails and f"vLLM refuses: no {fails}"}
+    assert len(ended) == ranks
+    assert 0.2 * (1 if fails == "update_weights" else 2) <= min(seconds for _, seconds in ended)
+    assert max(seconds for _, seconds in ended) < trainer.CAUSE_SECONDS
+
+
 def test_variable_of_gloo_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OF_ANOTHER_THREAD", "0")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")  # before it is deleted, so that it is deleted in the end, too
@@ -252,6 +308,10 @@ def test_trainer_needs_a_source_on_one_device() -> None:
     ("worker", "problem"),
     [
         (lambda: make_worker(quant_config="fp8"), r"vLLM quantizes its weights \(fp8\)"),
+        (
+            lambda: make_worker(rank=2),
+            "vLLM has 3 workers or more, and world_size=2 with 1 of the trainer's ranks leaves 1",
+        ),
         (lambda: make_worker(device="meta"), "the trainer's weights are on cpu, and vLLM's on meta"),
     ],
 )

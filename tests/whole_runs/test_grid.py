@@ -17,8 +17,8 @@ from checkpoints import DENSE, FAMILIES, LATENT, MORE, SPARSE
 from grid import LAYOUTS, Cell, Grid, cells, rollout_of
 from hybrid3d import families
 from hybrid3d.config import Train
-from hybrid3d.families import Config, Family, RowRange
-from hybrid3d.families.family import GroupedQKV, SameTensor, StackedTensors
+from hybrid3d.families import Config, Family
+from hybrid3d.families.family import GroupedQKV, RowRange, SameTensor, StackedTensors
 
 pytestmark = [pytest.mark.engines, pytest.mark.grid, pytest.mark.usefixtures("one_thread")]
 

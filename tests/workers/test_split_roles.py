@@ -30,8 +30,8 @@ from hybrid3d.generation.replicas import Answers, NoReplicas
 from hybrid3d.generation.rollouts import FailedRewards
 from hybrid3d.generation.samples import RolloutBatch, Sample
 from hybrid3d.generation.scheduler import Prompt
-from hybrid3d.launch.child import this_process
 from hybrid3d.ledger import RankStart
+from hybrid3d.process import this_process
 from hybrid3d.rl.data import Example
 from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.scoring.scorer import Query
@@ -528,8 +528,15 @@ def test_rank_that_sends_no_message_is_lost_with_its_engine(
     assert len([one for one in caplog.records if "a connection is ended: " in one.getMessage()]) == 3
 
 
-def test_process_between_two_ranks_is_not_heard(store: dist.Store) -> None:
+def test_process_between_two_ranks_is_not_heard(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store can be written by anybody, who could lead ranks to an address of their own and pass proofs on."""
+    made, create = dict[int, socket.socket](), socket.create_connection  # by the port that they are to
+
+    def keep(address: tuple[str, int], timeout: float | None = None) -> socket.socket:
+        made[address[1]] = create(address, timeout)
+        return made[address[1]]
+
+    monkeypatch.setattr(socket, "create_connection", keep)
     heard: list[Connection] = []
     server = Server(store, 0, heard.append)
     forged = dist.HashStore()
@@ -539,6 +546,7 @@ def test_process_between_two_ranks_is_not_heard(store: dist.Store) -> None:
         threading.Thread(target=relay, args=(between, server.port), daemon=True).start()
         with pytest.raises(Disconnected, match=f"no connection to rank 0 at 127.0.0.1:{port}: the process there has"):
             connect(forged, 0, lambda: False)
+    assert made[port].fileno() == -1  # it is closed
     assert not heard
     server.close()
 

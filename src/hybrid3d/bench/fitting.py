@@ -8,14 +8,15 @@ from pathlib import Path
 
 import torch
 
-from hybrid3d import distributed
+from hybrid3d import launch_environment
 from hybrid3d.bench.scaling import write_model
-from hybrid3d.config import Recipe, RecipeError, load_recipe
+from hybrid3d.config import Recipe, RecipeError
+from hybrid3d.config.load import load_derived
 from hybrid3d.families import Config
 from hybrid3d.inputs.models import read_config
 from hybrid3d.planning.engine_queries import query_engines
 from hybrid3d.planning.hardware import available_memory
-from hybrid3d.planning.isolated import run_in_subprocess
+from hybrid3d.planning.kept_placement import run_in_subprocess
 from hybrid3d.planning.traffic import compute_sync_traffic
 
 PROCESS_BYTES = 1_500_000_000  # of a rank that has imported both engines, without a model; measured on a CPU
@@ -30,14 +31,15 @@ def check_benchmark_memory(recipe: Recipe, config: Config, changed: float | None
     Raises:
         RecipeError: they do not fit; the message has the needed and the available bytes.
     """
-    if distributed.under_launcher() and distributed.rank() > 0:
+    if launch_environment.under_launcher() and launch_environment.rank() > 0:
         return
     write_model(recipe, config)
-    fullest, together = json.loads(run_in_subprocess("hybrid3d.bench.fitting", recipe))[changed is not None]
-    if torch.cuda.is_available():
-        needed, free = fullest, torch.cuda.mem_get_info()[0]
+    required, gpu_free = json.loads(run_in_subprocess("hybrid3d.bench.fitting", recipe))
+    fullest, together = required[changed is not None]
+    if gpu_free is not None:
+        needed, free = fullest, gpu_free
     else:
-        here = distributed.local_world_size() if distributed.under_launcher() else recipe.world_size
+        here = launch_environment.local_world_size() if launch_environment.under_launcher() else recipe.world_size
         needed, free = together * here // recipe.world_size + here * PROCESS_BYTES, available_memory()
     if needed > free:
         problem = f"it takes {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
@@ -59,5 +61,11 @@ def required_bytes(recipe: Recipe) -> tuple[tuple[int, int], tuple[int, int]]:
     return (int(each.max()), int(each.sum())), (int(changed.max()), int(changed.sum()))
 
 
+def free_gpu_bytes() -> int | None:
+    """Return the free bytes of the first GPU; None if there is no GPU. Takes a CUDA context for this process."""
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
+
+
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(json.dumps(required_bytes(load_recipe(sys.argv[1]))), encoding="utf-8")
+    answers = required_bytes(load_derived(sys.argv[1])), free_gpu_bytes()
+    Path(sys.argv[2]).write_text(json.dumps(answers), encoding="utf-8")

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -87,7 +88,7 @@ def measure(recipe: Recipe, groups: RoleGroups) -> list[GroupMeasurement]:
 
 def _axes(ranks_per_node: int) -> dict[str, _Pattern]:
     """Return the pattern of each of Megatron's groups that has more than one rank."""
-    operations: Mapping[str, tuple[str, Callable[[dist.ProcessGroup], Operation]]] = {
+    operations: Mapping[str, tuple[str, Callable[[dist.ProcessGroup, int], Callable[[], object]]]] = {
         "tp": ("all-reduce", _all_reduce),
         "pp": ("send and receive", _send_on),
         "cp": ("send and receive", _send_on),  # Transformer Engine's ring
@@ -97,12 +98,12 @@ def _axes(ranks_per_node: int) -> dict[str, _Pattern]:
     }
     patterns = {}
     for axis, group in groups_by_axis().items():
-        size, (operation, make) = group.size(), operations[axis]
+        size, (operation, start) = group.size(), operations[axis]
         if size == 1:
             continue
         factor = {"all-reduce": 2 * (size - 1) / size, "all-to-all": (size - 1) / size}.get(operation, 1.0)
         far = len({rank // ranks_per_node for rank in dist.get_process_group_ranks(group)}) > 1
-        patterns[axis] = _Pattern(operation, size, "network" if far else "nvlink", factor, make(group))
+        patterns[axis] = _Pattern(operation, size, "network" if far else "nvlink", factor, partial(start, group))
     return patterns
 
 
@@ -121,52 +122,39 @@ def _sync(recipe: Recipe, groups: RoleGroups) -> dict[str, _Pattern]:
         sends = peers(roles["generation"]) if rank in roles["train"] else []
         receives = peers(roles["train"]) if rank in roles["generation"] else []
         if sends or receives:
-            make = _wire(sends, receives, transport)
+            make = partial(_wire, sends, receives, transport)
             patterns[f"sync/{link}"] = _Pattern("sends to all", group.size(), link, 1.0, make)
     return patterns
 
 
-def _all_reduce(group: dist.ProcessGroup) -> Operation:
-    def make(nbytes: int) -> Callable[[], object]:
-        tensor = torch.zeros(max(1, nbytes // 4), device=device())
-        return lambda: dist.all_reduce(tensor, group=group)
-
-    return make
+def _all_reduce(group: dist.ProcessGroup, nbytes: int) -> Callable[[], object]:
+    tensor = torch.zeros(max(1, nbytes // 4), device=device())
+    return lambda: dist.all_reduce(tensor, group=group)
 
 
-def _all_to_all(group: dist.ProcessGroup) -> Operation:
-    def make(nbytes: int) -> Callable[[], object]:
-        count = max(1, nbytes // 4 // group.size()) * group.size()
-        out, given = (torch.zeros(count, device=device()) for _ in range(2))
-        return lambda: dist.all_to_all_single(out, given, group=group)
-
-    return make
+def _all_to_all(group: dist.ProcessGroup, nbytes: int) -> Callable[[], object]:
+    count = max(1, nbytes // 4 // group.size()) * group.size()
+    out, given = (torch.zeros(count, device=device()) for _ in range(2))
+    return lambda: dist.all_to_all_single(out, given, group=group)
 
 
-def _send_on(group: dist.ProcessGroup) -> Operation:
+def _send_on(group: dist.ProcessGroup, nbytes: int) -> Callable[[], object]:
     """Send to the next rank while receiving from the one before, as pipeline stages do."""
     size, rank = group.size(), group.rank()
+    given, out = (torch.zeros(max(1, nbytes // 4), device=device()) for _ in range(2))
 
-    def make(nbytes: int) -> Callable[[], object]:
-        given, out = (torch.zeros(max(1, nbytes // 4), device=device()) for _ in range(2))
+    def run() -> None:
+        send = dist.P2POp(dist.isend, given, group=group, group_peer=(rank + 1) % size)
+        receive = dist.P2POp(dist.irecv, out, group=group, group_peer=(rank - 1) % size)
+        for work in dist.batch_isend_irecv([send, receive]):
+            work.wait()
 
-        def run() -> None:
-            send = dist.P2POp(dist.isend, given, group=group, group_peer=(rank + 1) % size)
-            receive = dist.P2POp(dist.irecv, out, group=group, group_peer=(rank - 1) % size)
-            for work in dist.batch_isend_irecv([send, receive]):
-                work.wait()
-
-        return run
-
-    return make
+    return run
 
 
-def _wire(sends: Sequence[int], receives: Sequence[int], transport: Transport) -> Operation:
-    def make(nbytes: int) -> Callable[[], object]:
-        each = max(1, nbytes // max(len(sends), len(receives)))
-        return Wire(dict.fromkeys(sends, each), dict.fromkeys(receives, each), 0, transport, device()).run
-
-    return make
+def _wire(sends: Sequence[int], receives: Sequence[int], transport: Transport, nbytes: int) -> Callable[[], object]:
+    each = max(1, nbytes // max(len(sends), len(receives)))
+    return Wire(dict.fromkeys(sends, each), dict.fromkeys(receives, each), 0, transport, device()).run
 
 
 def _copy(nbytes: int) -> Callable[[], object]:

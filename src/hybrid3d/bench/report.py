@@ -6,6 +6,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,10 @@ def summarize(recipe: Recipe, scaled: str, measured: dict[str, Any], changed: fl
         changed: the fraction of elements that syncs of changed elements send, if they were measured.
     """
     seconds = measured["seconds"]
+    assert recipe.rollout is not None, "scale_recipe refuses a recipe without it"
     layout = {
-        "train": vars(recipe.train),
-        "rollout": {"tp": 0, "dp": 0} if recipe.rollout is None else vars(recipe.rollout),
+        "train": asdict(recipe.train),
+        "rollout": asdict(recipe.rollout),
     }
     return {
         "name": recipe.name,
@@ -199,12 +201,10 @@ def write_results(folder: RunFolder, found: dict[str, Any]) -> None:
 
 def draw(found: dict[str, Any], path: Path) -> None:
     """Draw the seconds and bytes of each method."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3))
+    figure = Figure(figsize=(10, 3), layout="tight")
+    axes = figure.subplots(1, 2)
     keys = [key for key in METHODS if key in found["seconds"]]
     medians = [found["seconds"][key] for key in keys]
     spread = [[median - found["spread"][key][0] for key, median in zip(keys, medians, strict=True)]]
@@ -218,6 +218,4 @@ def draw(found: dict[str, Any], path: Path) -> None:
     for axis in axes:
         axis.invert_yaxis()
     figure.suptitle(f"{found['name']}: {found['ranks']} ranks on {found['machine']}", fontsize=10)
-    figure.tight_layout()
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)

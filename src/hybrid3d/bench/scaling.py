@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hybrid3d.config import ModelShape, Recipe, RecipeError, check_layout
-from hybrid3d.families import Config, UnsupportedModel, family_of
+from hybrid3d.families import Config, UnsupportedModel
 from hybrid3d.inputs.models import read_config
 
 # Sizes that are proportional to the hidden size. Those of latent attention stay, because they are not sharded.
@@ -79,7 +79,7 @@ def scale_recipe(recipe: Recipe, scale: Scale, changed: float | None = None) -> 
             fix = f"--{key} {best} is the smallest that works" if best else f"no --{key} works with these layouts"
             raise RecipeError(recipe.name, [f"--{key} {value}: {'; '.join(problems)}: {fix}"])
     found = _scaled_config(config, scale)
-    _check(found, smaller)
+    check_layout(smaller, ModelShape.of(found), device=None)
     return smaller, found
 
 
@@ -149,17 +149,11 @@ def _problems(config: Config, recipe: Recipe, scale: Scale) -> Iterator[str]:
         yield "it takes a layer of each kind"
         return
     try:
-        _check(_scaled_config(config, scale), recipe)
+        check_layout(recipe, ModelShape.of(_scaled_config(config, scale)), device=None)
     except RecipeError as error:
         yield from error.problems
     except UnsupportedModel as error:
         yield str(error)
-
-
-def _check(config: Config, recipe: Recipe) -> None:
-    family = family_of(config)
-    shape = ModelShape.from_config(config, experts=family.experts(config), latents=family.latents(config))
-    check_layout(recipe, shape, device=None)
 
 
 def _smallest(config: Config, recipe: Recipe, key: str) -> int | None:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from hybrid3d import distributed
+from hybrid3d import distributed, launch_environment
 from hybrid3d.bench.gathering import GatherBaseline, Peers
 from hybrid3d.bench.values import SyntheticChanges, SyntheticWeights, fill, wrong
 from hybrid3d.bench.wire import Wire, bytes_by_peer
@@ -112,7 +112,7 @@ class Bench:
         self._engine: RolloutEngine | None = None
         sink: WeightSink = NoSink()
         if group.rank() in roles["generation"]:
-            self._engine = RolloutEngine(recipe, groups.own.rank(), distributed.run_id(), slots)
+            self._engine = RolloutEngine(recipe, groups.own.rank(), launch_environment.run_id(), slots)
             sink = self._engine.sink()
         on_progress("planning")
         self._weights = SyntheticWeights(0, 1, changed or 0.0)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hybrid3d.reshard.delta.changes import Changes, pack_bits
+from hybrid3d.reshard.delta.encoding import Changes, pack_bits
 from hybrid3d.reshard.ends import Sink, Source
 from hybrid3d.reshard.move.memory import strided_view
 from hybrid3d.reshard.move.transport import as_bytes

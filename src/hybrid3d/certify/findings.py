@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
-from hybrid3d import __version__
+from hybrid3d import __version__, installed_version
 from hybrid3d.config import Recipe
 
 MAX_NAMES = 50  # of a check that are kept
@@ -143,7 +142,7 @@ def summarize(recipe: Recipe, source: str, tiny: bool, rounds: int, result: Mapp
         "layouts": {"train": _train(recipe), "rollout": _rollout(recipe)},
         "dtype": recipe.model.dtype,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        "versions": {"hybrid3d": __version__, **{name: _version(name) for name in PACKAGES}},
+        "versions": {"hybrid3d": __version__, **{name: installed_version(name, f"{name}-cpu") for name in PACKAGES}},
         "checks": checks,
         "not_proven": list(_not_proven(recipe, tiny, rounds, refused, result)),
     }
@@ -158,15 +157,6 @@ def _train(recipe: Recipe) -> str:
 def _rollout(recipe: Recipe) -> str:
     assert recipe.rollout is not None
     return f"tp{recipe.rollout.tp} dp{recipe.rollout.dp}" + (" ep" if recipe.rollout.expert_parallel else "")
-
-
-def _version(package: str) -> str | None:
-    for name in (package, f"{package}-cpu"):  # as vLLM's build for CPUs is named
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return None
 
 
 def _not_proven(recipe: Recipe, tiny: bool, rounds: int, refused: bool, result: Mapping[str, Any]) -> Iterator[str]:

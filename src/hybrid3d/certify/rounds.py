@@ -11,14 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybrid3d import distributed
+from hybrid3d import distributed, launch_environment
 from hybrid3d.bench.values import SyntheticWeights
 from hybrid3d.certify.findings import Findings, join
 from hybrid3d.config import Recipe
-from hybrid3d.families import family_of
 from hybrid3d.generation.engine import Completion, GenerationRequest
 from hybrid3d.inputs.models import read_config
-from hybrid3d.reshard.delta.changes import Changes, pack_bits
+from hybrid3d.reshard.delta.encoding import Changes, pack_bits
 from hybrid3d.reshard.ends import NamedTensors, PlainSource
 from hybrid3d.reshard.file_index import read_index
 from hybrid3d.reshard.files import CheckpointReader, file_pieces, load_files
@@ -33,8 +32,6 @@ from hybrid3d.trainer.export import write_export
 
 CHANGED_FRACTION = 0.05  # of the elements in a round whose sync sends only those
 RELATIVE, ABSOLUTE = 0.05, 0.002  # the largest change of an element: a part of its value, and of those that are 0
-NEW_TOKENS = 8
-PROMPTS = 4
 
 
 class NoisyWeights:
@@ -107,14 +104,13 @@ class Certification:
         self._recipe, self._group, self._folder = recipe, group, folder
         config = read_config(recipe.model.path)
         self._policy = Policy(config, recipe, group.rank(), trainable=False)
-        self._has_experts = family_of(config).experts(config) is not None
-        self._engine = RolloutEngine(recipe, group.rank(), distributed.run_id(), slots)
+        self._engine = RolloutEngine(recipe, group.rank(), launch_environment.run_id(), slots)
         self._inspection = Inspection(self._engine)
         self._weights = NoisyWeights(self._policy.weights)
         held = self._policy.weights
         source = PlainSource(held.tensors, held.holdings, changes=self._weights)
         self._sync = weight_sync(recipe, group, source, self._engine.sink())
-        self._requests = _requests(config["vocab_size"], recipe)
+        self._requests = prompts_of(config["vocab_size"], recipe)
         self._computes = can_compute(recipe)
         self.findings = Findings()
         self.deltas: list[int] = []
@@ -188,7 +184,8 @@ class Certification:
                 values = old.read(piece)
                 if piece.name in dtypes:
                     values = values.to(getattr(torch, dtypes[piece.name]))
-                self.findings.compare("load", {piece.name: new.read(piece)}, {piece.name: values.to(_dtype(piece))})
+                values = values.to(getattr(torch, piece.dtype))
+                self.findings.compare("load", {piece.name: new.read(piece)}, {piece.name: values})
 
     def _compare_export(self, exported: Path) -> None:
         """Read the exported files as a new run would, and compare each piece with Megatron's."""
@@ -214,11 +211,8 @@ class Certification:
         wrong = []
         for number, (one, other) in enumerate(zip(live, expected, strict=True)):
             if one.tokens != other.tokens or one.logprobs != other.logprobs:
-                pairs = zip(one.tokens, one.logprobs, other.tokens, other.logprobs, strict=False)
-                at, pair = next((i, p) for i, p in enumerate(pairs) if p[:2] != p[2:])
-                had = f"token {pair[0]} at {pair[1]:.6g} instead of token {pair[2]} at {pair[3]:.6g}"
                 where = f"prompt {number} of {len(self._requests[number].prompt_ids)} tokens"
-                wrong.append(f"{where}: the answer's token {at} is {had}")
+                wrong.append(f"{where}: {describe_answers(one, other)}")
         self.findings.count("answers", sum(len(one.tokens) for one in expected), 0, wrong)
 
     def _compare_engines(self, live: Sequence[Completion]) -> None:
@@ -235,9 +229,10 @@ class Certification:
             for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
         ]
         differing = torch.cat(differences).abs()
-        mean, bound = differing.mean().item(), MAX_EXPLAINED_MISMATCH[self._recipe.model.dtype][self._has_experts]
+        mean, dtype = differing.mean().item(), self._recipe.model.dtype
+        bound = MAX_EXPLAINED_MISMATCH[dtype][self._policy.has_experts]
         self.mismatch = max(self.mismatch, mean)
-        problem = f"log-probabilities differ by {mean:.4g} nats on average, and {self._recipe.model.dtype} explains"
+        problem = f"log-probabilities differ by {mean:.4g} nats on average, and {dtype} explains"
         wrong = [] if mean <= bound else [f"{problem} at most {bound:g}"]
         self.findings.count("engines", differing.numel(), 0, wrong)
 
@@ -270,17 +265,23 @@ def can_compute(recipe: Recipe) -> bool:
     return not recipe.rollout.expert_parallel or torch.cuda.is_available()
 
 
-def _dtype(piece: Any) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, piece.dtype)
-    return dtype
+def describe_answers(live: Completion, fresh: Completion) -> str:
+    """Return where two answers to a prompt, which are not equal, first differ."""
+    pairs = zip(live.tokens, live.logprobs, fresh.tokens, fresh.logprobs, strict=False)
+    for at, (token, logprob, other, other_logprob) in enumerate(pairs):
+        if (token, logprob) != (other, other_logprob):
+            had = f"token {token} at {logprob:.6g} instead of token {other} at {other_logprob:.6g}"
+            return f"the answer's token {at} is {had}"
+    return f"the answer has {len(live.tokens)} tokens instead of {len(fresh.tokens)}"
 
 
-def _requests(vocabulary: int, recipe: Recipe) -> list[GenerationRequest]:
+def prompts_of(vocabulary: int, recipe: Recipe) -> list[GenerationRequest]:
     """Return prompts, the same in each round, of which the longest fill blocks of the prefix cache."""
     assert recipe.rollout is not None
-    source, longest = random.Random(1), recipe.rollout.max_model_len - NEW_TOKENS
-    lengths = [longest, longest // 2 + 1, 17, 1][:PROMPTS]
+    source, new_tokens = random.Random(1), recipe.rollout.max_new_tokens
+    longest = recipe.rollout.max_model_len - new_tokens
+    lengths = [longest, longest // 2 + 1, min(17, longest), 1]
     return [
-        GenerationRequest([source.randrange(vocabulary) for _ in range(length)], NEW_TOKENS, [], seed=number)
+        GenerationRequest([source.randrange(vocabulary) for _ in range(length)], new_tokens, [], seed=number)
         for number, length in enumerate(lengths)
     ]

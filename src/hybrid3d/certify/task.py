@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +95,3 @@ def raw_recipe(name: str, path: str, max_model_len: int) -> dict[str, Any]:
         "optimizer": {"lr": 1e-3},
         "run": {"steps": 1},
     }
-
-
-def with_model(recipe: Recipe, path: Path) -> Recipe:
-    """Return the recipe with another checkpoint."""
-    return replace(recipe, model=replace(recipe.model, path=str(path)))

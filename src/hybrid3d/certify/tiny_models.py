@@ -1,14 +1,9 @@
-"""Small checkpoints, written on the spot, whose weights are the same with every version of every package.
-
-Sizes are those that kernels for GPUs support: head sizes of 64, and for latent attention DeepSeek's own 128 + 64 and
-128 (others have no prefill backend on Hopper).
-"""
+"""Tiny models of the families of real ones, whose weights are the same with every version of every package."""
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,75 +11,61 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from hybrid3d.families import Config
+from hybrid3d.families import Config, family_of
 from hybrid3d.reshard.plan.layout import Shape
-from hybrid3d.train.megatron.probe import expected_shapes
 
-VOCABULARY = 512
-ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-SIZES: dict[str, Any] = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=256,
-    intermediate_size=512,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=512,
-    rms_norm_eps=1e-6,
-    hidden_act="silu",
-    attention_dropout=0.0,
-    initializer_range=0.02,
-    rope_parameters=ROPE,
-    bos_token_id=1,
-    eos_token_id=2,
-    tie_word_embeddings=False,
-)
-EXPERTS: dict[str, Any] = dict(num_experts_per_tok=2, moe_intermediate_size=128, norm_topk_prob=True)
-LATENTS: dict[str, Any] = dict(
-    q_lora_rank=128, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
-)
-
-CONFIGS: Mapping[str, Config] = {
-    "dense": SIZES | dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", use_sliding_window=False),
-    "experts": SIZES
-    | EXPERTS
-    | dict(
-        architectures=["Qwen3MoeForCausalLM"],
-        model_type="qwen3_moe",
-        head_dim=64,
-        num_experts=8,
-        decoder_sparse_step=1,
-        mlp_only_layers=[1],
-        attention_bias=False,
-        use_sliding_window=False,
-    ),
-    "mixtral": SIZES
-    | dict(
-        architectures=["MixtralForCausalLM"],
-        model_type="mixtral",
-        num_local_experts=8,
-        num_experts_per_tok=2,
-        sliding_window=None,
-    ),
-    "latent": SIZES
-    | EXPERTS
-    | LATENTS
-    | dict(
-        architectures=["DeepseekV3ForCausalLM"],
-        model_type="deepseek_v3",
-        num_key_value_heads=SIZES["num_attention_heads"],
-        n_routed_experts=8,
-        n_shared_experts=1,
-        n_group=2,
-        topk_group=1,
-        topk_method="noaux_tc",
-        scoring_func="sigmoid",
-        routed_scaling_factor=2.5,
-        first_k_dense_replace=1,
-        moe_layer_freq=1,
-        attention_bias=False,
-    ),
+HEAD_DIM = 64  # kernels for GPUs support it
+MAX_GROUPS = 4  # of query heads; as many ranks of TP can share them
+# The most of each size that a tiny model has; what is larger is lowered, and all else is as in the real model.
+MAX_SIZES = {
+    "vocab_size": 512,
+    "num_local_experts": 8,
+    "num_experts": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 128,
 }
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+PER_LAYER = ("layer_types",)
+
+
+def shrunk(config: Config, layers: int) -> dict[str, Any]:
+    """Return the config of a tiny model of the same family, with at least so many layers, some of each kind."""
+    family = family_of(config)
+    kinds = family.representative_layers(config)
+    count = min(config["num_hidden_layers"], max(layers, 2, max(kinds) + 1))
+    found = {**config, "num_hidden_layers": count}
+    found |= {key: min(config[key], most) for key, most in MAX_SIZES.items() if isinstance(config.get(key), int)}
+    heads, groups = config["num_attention_heads"], config.get("num_key_value_heads") or config["num_attention_heads"]
+    if family.latents(config) is None:
+        small = min(groups, MAX_GROUPS)
+        heads = heads // groups * small
+        found |= {"num_attention_heads": heads, "num_key_value_heads": small}
+        found["hidden_size"] = min(config["hidden_size"], heads * HEAD_DIM)
+        if config.get("head_dim") is not None:  # the heads then need not fill the hidden size
+            found["head_dim"] = min(config["head_dim"], HEAD_DIM)
+            found["hidden_size"] = min(found["hidden_size"], MAX_GROUPS * HEAD_DIM)
+    else:  # the sizes of its latents are those that kernels have
+        found |= {"num_attention_heads": min(heads, MAX_GROUPS), "num_key_value_heads": min(groups, MAX_GROUPS)}
+        found["hidden_size"] = min(config["hidden_size"], MAX_GROUPS * HEAD_DIM)
+    found["intermediate_size"] = min(config["intermediate_size"], 2 * found["hidden_size"])
+    for key in PER_LAYER:
+        if isinstance(config.get(key), list):
+            found[key] = config[key][:count]
+    if config.get("max_window_layers") is not None:
+        found["max_window_layers"] = min(config["max_window_layers"], count)
+    if config.get("mlp_only_layers"):
+        found["mlp_only_layers"] = [layer for layer in config["mlp_only_layers"] if layer < count]
+    if config.get("num_nextn_predict_layers"):
+        found["num_nextn_predict_layers"] = 0
+    for key in TOKENS:
+        if config.get(key) is not None:
+            found[key] = 0
+    found.pop("quantization_config", None)
+    return found
 
 
 def write_config(folder: Path, config: Config) -> Path:
@@ -99,6 +80,8 @@ def write_checkpoint(folder: Path, config: Config, seed: int = 0) -> Path:
 
     It asks Megatron for the shapes, so this process must not have a process group yet.
     """
+    from hybrid3d.train.megatron.probe import expected_shapes
+
     write_config(folder, config)
     tensors = {name: _values(name, shape, seed) for name, shape in expected_shapes(config).items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import reprlib
 
 from hybrid3d import launch_environment
 from hybrid3d.cli.starting import check_world, launch_ranks, run_as_rank, set_device_connections
 from hybrid3d.cli.terminal import Commands, add_recipe, make_console
 from hybrid3d.config import RecipeError, load_recipe
-from hybrid3d.config.messages import abbreviate
 from hybrid3d.launch_environment import CHECKED
 from hybrid3d.run.folder import RunFolder
 
@@ -37,7 +37,7 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     for name, maximum in MAX_OPTIONS.items():
         value = getattr(options, name)
         if value is not None and not 1 <= value <= maximum:
-            problem = f"--{name} {abbreviate(value)}: expected an integer from 1 to {maximum:,}"
+            problem = f"--{name} {reprlib.repr(value)}: expected an integer from 1 to {maximum:,}"
             raise RecipeError(recipe.name, [problem])
     if recipe.rollout is not None and recipe.rollout.quantization is not None:
         problem = (

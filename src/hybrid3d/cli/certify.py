@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hybrid3d import launch_environment
@@ -77,9 +78,8 @@ def _prepare(options: argparse.Namespace) -> tuple[Recipe, RunFolder, Subject]:
         raise RecipeError("certify", [f"--rounds {options.rounds}: expected an integer from 1 to {MAX_ROUNDS:,}"])
     model = path_argument(options.model, "MODEL")
     warnings = touch_points.check_engines()
-    from hybrid3d.certify.task import Subject, raw_recipe, with_model
-    from hybrid3d.certify.tiny_config import shrunk
-    from hybrid3d.certify.tiny_models import write_config
+    from hybrid3d.certify.task import Subject, raw_recipe
+    from hybrid3d.certify.tiny_models import shrunk, write_config
     from hybrid3d.inputs.checks import check_model
     from hybrid3d.inputs.models import read_config
 
@@ -96,7 +96,7 @@ def _prepare(options: argparse.Namespace) -> tuple[Recipe, RunFolder, Subject]:
     tiny = None
     if options.tiny or not any(model.glob("*.safetensors")):
         tiny = shrunk(config, recipe.train.pp * recipe.train.vpp)
-        recipe = with_model(recipe, folder.path / "model")
+        recipe = replace(recipe, model=replace(recipe.model, path=str(folder.path / "model")))
     first = not launch_environment.under_launcher() or launch_environment.rank() == 0
     if CHECKED not in os.environ and first:
         folder.check()

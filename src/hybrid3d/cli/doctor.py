@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,17 +39,12 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     recipe = _read_recipe(options)
     if launch_environment.under_launcher():
         return _examine_as_rank(recipe, options)
-    from hybrid3d.doctor.page import can_start, examine, format_json, format_page
+    from hybrid3d.doctor.page import can_start, examine, print_page
 
     selected = _selected(options.only)
-    console = make_console()
     with make_console(stderr=True).status("") as status:
         subjects = list(examine(recipe, selected, status.update))
-    if options.json is not None:
-        print(format_json(recipe, subjects))
-    else:
-        for line, style in format_page(recipe, subjects, console.width if console.is_terminal else None):
-            console.print(line, style=style, soft_wrap=True)
+    print_page(make_console(), recipe, subjects, options.json is not None)
     return DONE if can_start(subjects) else FAILED
 
 
@@ -91,6 +87,9 @@ def _examine_as_rank(recipe: Recipe | None, options: argparse.Namespace) -> int:
 
     selected = _selected(options.only)
     nodes = NodesExamination(recipe, selected, options.json is not None)
-    folder = RunFolder(Path(tempfile.gettempdir()) / f"hybrid3d-doctor-{launch_environment.run_id()}")
+    name = f"hybrid3d-doctor-{os.getuid()}-{launch_environment.run_id()}"
+    folder = RunFolder(Path(tempfile.gettempdir()) / name)
     code = run_as_rank(recipe, folder, functools.partial(nodes.run, folder))
+    if code == DONE and launch_environment.local_rank() == 0:  # else the ranks' logs say why
+        shutil.rmtree(folder.path, ignore_errors=True)
     return code or (DONE if nodes.can_start else FAILED)

@@ -37,8 +37,8 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     if options.changed is not None and not 0 < options.changed <= 1:
         raise RecipeError(recipe.name, [f"--changed {options.changed}: expected a fraction above 0 and up to 1"])
     if options.changed is not None and recipe.lora is not None:
-        problem = f"--changed {options.changed}: with adapters (lora) no sync sends changed elements: leave one out"
-        raise RecipeError(recipe.name, [problem])
+        problem = f"--changed {options.changed}: with adapters (lora) syncs of changed elements are not predicted"
+        raise RecipeError(recipe.name, [f"{problem}: leave one out"])
     picture = None if options.picture is None else _picture_path(options.picture)
     with make_console(stderr=True).status("") as status:
         plan = make_plan(recipe, status.update, options.changed)

@@ -15,7 +15,7 @@ from hybrid3d.cli.starting import check_origin
 from hybrid3d.cli.terminal import DONE, Commands, make_console, path_argument
 from hybrid3d.config import Recipe, RecipeError, check_layout_early, load_recipe
 from hybrid3d.config.schema import MAX_PORT
-from hybrid3d.launch_environment import is_loopback
+from hybrid3d.launch_environment import first_address, is_loopback
 from hybrid3d.run.folder import RunFolder, find_checkpoint_step, served_folder
 
 
@@ -57,7 +57,7 @@ def _check_address(host: str, port: int) -> None:
     if not 0 < port <= MAX_PORT:
         raise RecipeError(option, [f"a port is a number from 1 to {MAX_PORT}"])
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = first_address(host, port)
         with socket.socket(family, kind, protocol) as listening:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind(address)

@@ -151,13 +151,10 @@ def check_origin(folder: RunFolder, step: int) -> None:
 VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
-def device_connections(recipe: Recipe) -> int | None:
-    """Return the number of hardware queues for training a recipe; None stands for CUDA's default, which is 8."""
-    return 1 if recipe.train.tp > 1 else None
-
-
 def set_device_connections(recipe: Recipe) -> None:
-    """Set the variable for this process and those that it starts, unless the user has set it."""
-    connections = device_connections(recipe)
-    if connections is not None:
-        os.environ.setdefault(VARIABLE, str(connections))
+    """Set the number of hardware queues for this process and those that it starts, unless the user has set it.
+
+    It is one with tensor parallelism, and else CUDA's default, which is 8.
+    """
+    if recipe.train.tp > 1:
+        os.environ.setdefault(VARIABLE, "1")

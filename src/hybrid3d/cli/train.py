@@ -7,6 +7,7 @@ import functools
 import os
 import shlex
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,13 +15,16 @@ from hybrid3d import launch_environment
 from hybrid3d.cli.starting import launch_ranks, lock_run, run_as_rank, set_device_connections
 from hybrid3d.cli.terminal import DONE, Commands, add_recipe, make_console
 from hybrid3d.cli.touch_points import check_engines, print_warnings
-from hybrid3d.config import Recipe, check_layout_early, load_recipe
-from hybrid3d.launch.data_checks import check_data_early
+from hybrid3d.config import Recipe, RecipeError, check_layout_early, load_recipe
 from hybrid3d.launch_environment import CHECKED
 from hybrid3d.run.folder import RunFolder
+from hybrid3d.scoring.environments import find_environment
+from hybrid3d.scoring.functions import find_reward
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+MAX_EARLY_BYTES = 16 * 2**20  # of JSON Lines, which are parsed whole, about half a second; larger ones later
 
 
 def add_parser(commands: Commands) -> None:
@@ -82,3 +86,39 @@ def _print_results(recipe: Recipe, folder: RunFolder, console: Console) -> None:
         lines.append(f"evaluate    {command} eval {shlex.quote(str(folder.path))}")
     lines.append(f"export      {command} export {shlex.quote(str(folder.path))} OUT")
     console.print("\n".join(lines), soft_wrap=True)
+
+
+def check_data_early(recipe: Recipe) -> None:
+    """Check that data files and their columns are there, and the form of the names of reward and environment.
+
+    It imports neither torch nor an engine. `check_run` checks the rows, and loads the functions.
+
+    Raises:
+        RecipeError, DataError: by the first that is wrong.
+    """
+    problems = list(_name_problems(recipe))
+    if problems:
+        raise RecipeError(recipe.name, problems)
+    from hybrid3d.rl.data_files import JSON_LINES, check_columns  # pyarrow, half a second
+
+    data = recipe.data
+    columns = (data.prompt, data.chosen, data.rejected) if recipe.algorithm.uses_pairs else (data.prompt, data.answer)
+    files = [(path, columns) for path in (data.train, data.eval)]
+    files += [(path, (data.prompt, data.answer)) for path in recipe.evaluation.data.values()]
+    for path, wanted in files:
+        if Path(path).suffix == JSON_LINES and Path(path).is_file() and Path(path).stat().st_size > MAX_EARLY_BYTES:
+            continue
+        chats = [column for column in wanted if column == data.prompt or recipe.algorithm.uses_pairs]
+        check_columns(path, wanted, chats if data.chat_template else ())
+
+
+def _name_problems(recipe: Recipe) -> Iterator[str]:
+    rollout = recipe.rollout
+    names: list[tuple[str, Callable[[str], object], str]] = [("reward.name", find_reward, recipe.reward.name)]
+    if rollout is not None and rollout.environment is not None:
+        names.append(("rollout.environment", find_environment, rollout.environment))
+    for key, find, name in names:
+        try:
+            find(name)
+        except ValueError as error:
+            yield f"{key}: {error}"

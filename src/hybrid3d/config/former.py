@@ -81,11 +81,6 @@ def _place(raw: dict[Any, Any], setting: str) -> tuple[dict[Any, Any], str]:
     *sections, key = setting.split(".")
     section = raw
     for name in sections:
-        section = _section(section, name)
+        found = section.get(name)
+        section = found if isinstance(found, dict) else {}
     return section, key
-
-
-def _section(raw: dict[Any, Any], name: str) -> dict[Any, Any]:
-    """Return a section, or one without keys if it is none."""
-    section = raw.get(name)
-    return section if isinstance(section, dict) else {}

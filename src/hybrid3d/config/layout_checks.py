@@ -22,7 +22,6 @@ from hybrid3d.config.layout_rules import (
 from hybrid3d.config.model_shape import ModelShape
 from hybrid3d.config.schema import MAX_RANKS, RecipeError
 from hybrid3d.errors import UserMistake
-from hybrid3d.families import family_of
 from hybrid3d.storage.user_files import read_json_file
 
 if TYPE_CHECKING:
@@ -90,9 +89,7 @@ def _candidates(recipe: Recipe, model: ModelShape, key: str) -> list[int]:
     """Return the values of a key among which the valid ones are, ascending."""
     if key in ("train.tp", "rollout.tp"):
         return _divisors(model.num_attention_heads)
-    if key == "train.pp":
-        return [*range(1, min(model.num_layers, MAX_TRIED_LAYERS) + 1)]
-    if key == "train.vpp" or key.endswith("_stage_layers"):
+    if key in ("train.pp", "train.vpp") or key.endswith("_stage_layers"):
         return [*range(1, min(model.num_layers, MAX_TRIED_LAYERS) + 1)]
     if key == "train.ep" and model.experts is not None:
         return _divisors(model.experts.count)
@@ -124,8 +121,7 @@ def check_layout_early(recipe: Recipe) -> None:
     """
     config = read_json_file(Path(recipe.model.path) / "config.json")
     try:
-        family = family_of(config)
-        shape = ModelShape.from_config(config, experts=family.experts(config), latents=family.latents(config))
+        shape = ModelShape.of(config)
     except UserMistake:
         raise
     except Exception:  # values of wrong types, which the full check of the checkpoint reports

@@ -58,36 +58,36 @@ def _check_support(recipe: Recipe, model: ModelShape, device: Device | None) -> 
         for axis in ("ep", "etp"):
             if getattr(train, axis) > 1:
                 message = f"train.{axis}={getattr(train, axis)} {reason}"
-                yield definition(f"train.{axis}", message, "the only valid value is 1")
+                yield definition(message, f"train.{axis}", "the only valid value is 1")
         if train.expert_bias_update_rate:
             message = f"train.expert_bias_update_rate={train.expert_bias_update_rate:g}: this model has no router"
-            yield definition("train.expert_bias_update_rate", message, "the only valid value is 0")
+            yield definition(message, "train.expert_bias_update_rate", "the only valid value is 0")
         if train.router_replay != "none":
             message = f"train.router_replay={train.router_replay}: this model has no experts to choose"
-            yield definition("train.router_replay", message, "the only valid value is none")
+            yield definition(message, "train.router_replay", "the only valid value is none")
         if rollout is not None and rollout.expert_parallel:
             message = f"rollout.expert_parallel=true {reason}"
-            yield definition("rollout.expert_parallel", message, "the only valid value is false")
+            yield definition(message, "rollout.expert_parallel", "the only valid value is false")
     elif rollout is not None and rollout.expert_parallel and device == "cpu":
         yield by_engine(
             VLLM,
-            "rollout.expert_parallel",
             "rollout.expert_parallel=true: vLLM does not support expert parallelism on CPU",
+            "rollout.expert_parallel",
             "the only valid value here is false, which shards experts over rollout.tp",
         )
     if recipe.syncs_adapters and model.experts is not None and device == "cpu":
         message = "lora.sync=adapter: vLLM has no adapters of models with experts on CPU"
-        yield by_engine(VLLM, "lora.sync", message, "the only valid value here is merged")
+        yield by_engine(VLLM, message, "lora.sync", "the only valid value here is merged")
     if recipe.syncs_adapters and recipe.model.dtype == "float32" and device == "cuda":
         message = "lora.sync=adapter: with model.dtype=float32 vLLM has no adapters on GPUs"
-        yield by_engine(VLLM, "lora.sync model.dtype", message, "set model.dtype=bfloat16, or lora.sync=merged")
+        yield by_engine(VLLM, message, "lora.sync model.dtype", "set model.dtype=bfloat16, or lora.sync=merged")
     if train.fp8 != "none" and device == "cpu":
         message = f"train.fp8={train.fp8}: Transformer Engine multiplies in FP8, on GPUs only"
-        yield by_engine(TRANSFORMER_ENGINE, "train.fp8", message, "the only valid value here is none")
+        yield by_engine(TRANSFORMER_ENGINE, message, "train.fp8", "the only valid value here is none")
     if rollout is not None and rollout.dp > 1 and not rollout.expert_parallel:
         yield definition(
-            "rollout.dp rollout.expert_parallel",
             f"rollout.dp={rollout.dp} joins engines that share experts, but rollout.expert_parallel=false",
+            "rollout.dp rollout.expert_parallel",
             "set rollout.dp=1 (engines that share no experts need no setting)"
             + (", or expert_parallel: true" if model.experts is not None and device != "cpu" else ""),
         )
@@ -109,9 +109,9 @@ def _check_train_layout(recipe: Recipe, model: ModelShape) -> Iterator[Refusal]:
     stage_ranks, expert_ranks = train.tp * train.cp * train.dp, train.ep * train.etp
     if stage_ranks % expert_ranks and not problems:
         yield arithmetic(
-            "train.ep train.etp",
             f"train.ep*etp={train.ep}*{train.etp}={expert_ranks} does not divide the train.tp*cp*dp={stage_ranks} "
             "ranks of a pipeline stage, over which experts are distributed",
+            "train.ep train.etp",
         )
 
 
@@ -123,7 +123,7 @@ def _check_context(recipe: Recipe) -> Iterator[Refusal]:
             f"train.cp={cp} divides sequences into 2*{cp}={2 * cp} chunks, and rollout.max_model_len="
             f"{rollout.max_model_len} is not a multiple of {2 * cp}"
         )
-        yield arithmetic("train.cp rollout.max_model_len", message)
+        yield arithmetic(message, "train.cp rollout.max_model_len")
 
 
 def _check_stages(recipe: Recipe, layers: int) -> Iterator[Refusal]:
@@ -133,16 +133,16 @@ def _check_stages(recipe: Recipe, layers: int) -> Iterator[Refusal]:
     explicit = {key: value for key, value in settings.items() if value is not None}
     if explicit and pp == 1:
         for key, value in explicit.items():
-            yield definition(key, f"{key}={value} needs several stages, but train.pp=1 has one", "set it to null")
+            yield definition(f"{key}={value} needs several stages, but train.pp=1 has one", key, "set it to null")
         return
     rest, others = layers - sum(explicit.values()), pp - len(explicit)
     share = rest // others if others else 0
     if explicit and (share * others != rest or (others and share < 1)):
         yield arithmetic(
-            f"{' '.join(explicit)} train.pp",
             f"{' and '.join(f'{key}={value}' for key, value in explicit.items())} leave {rest} of "
             f"num_hidden_layers={layers} to {others} other stages, which must have the same number of "
             "layers, 1 or more",
+            f"{' '.join(explicit)} train.pp",
         )
         return
     if not explicit:
@@ -154,7 +154,7 @@ def _check_stages(recipe: Recipe, layers: int) -> Iterator[Refusal]:
             f"train.vpp={vpp}: with explicit layers of the first and last stage, Megatron interleaves only if there "
             "are other stages"
         )
-        yield by_engine(MEGATRON, "train.vpp", message, "set train.vpp=1")
+        yield by_engine(MEGATRON, message, "train.vpp", "set train.vpp=1")
         return
     divided = f"num_hidden_layers/train.pp={layers}/{pp}={share}" if not explicit else "the layers of each stage"
     sizes = [*explicit.values(), *([share] if others else [])]
@@ -164,7 +164,7 @@ def _check_stages(recipe: Recipe, layers: int) -> Iterator[Refusal]:
     if vpp > 1 and pp == 1:
         message = f"train.vpp={vpp} interleaves pipeline stages, but train.pp=1 has one"
         fix = "set train.vpp=1" + (", or train.pp=2" if layers % (2 * vpp) == 0 else "")
-        yield definition("train.vpp", message, fix)
+        yield definition(message, "train.vpp", fix)
 
 
 def _check_rollout_layout(recipe: Recipe, model: ModelShape, ranks: int | None) -> Iterator[Refusal]:
@@ -204,15 +204,15 @@ def _check_rollout_layout(recipe: Recipe, model: ModelShape, ranks: int | None) 
     slots = rollout.tp * rollout.dp
     if ranks is not None and ranks % slots:
         yield arithmetic(
-            "rollout.dp rollout.tp",
             f"rollout.dp={rollout.dp}: rollout.tp*dp={rollout.tp}*{rollout.dp}={slots} does not divide {all_ranks} "
             "into engines",
+            "rollout.dp rollout.tp",
         )
     elif shared_experts is not None and slots > shared_experts.count:
         yield arithmetic(
-            "rollout.dp rollout.tp",
             f"rollout.dp={rollout.dp}: rollout.tp*dp={rollout.tp}*{rollout.dp}={slots} ranks of an engine are more "
             f"than the {shared_experts.count} experts that they share",
+            "rollout.dp rollout.tp",
         )
 
 
@@ -234,9 +234,9 @@ def _check_blocks(rollout: Rollout, model: ModelShape) -> Iterator[Refusal]:
                 f"{share.on_each(rollout.tp):g}, which is not a multiple of it"
             )
         if share.is_expert:  # vLLM can divide their blocks (`refine_fp8_moe_block_shape`); no sync plans that
-            yield not_built(key, message, fix)
+            yield not_built(message, key, fix)
         else:
-            yield by_engine(VLLM, key, message, fix)
+            yield by_engine(VLLM, message, key, fix)
 
 
 def _check_rollout_limits(recipe: Recipe, model: ModelShape, device: Device | None) -> Iterator[Refusal]:
@@ -244,24 +244,24 @@ def _check_rollout_limits(recipe: Recipe, model: ModelShape, device: Device | No
         return
     if device == "cpu" and model.latents is None and model.head_dim not in CPU_HEAD_DIMS:
         message = f"head_dim={model.head_dim} is not supported by vLLM's attention on CPU"
-        yield by_engine(VLLM, "head_dim", message)
+        yield by_engine(VLLM, message, "head_dim")
     if device == "cpu" and model.latents is not None:
         latent_dim = model.latents.kv_rank + model.latents.rope
         if latent_dim != _CPU_LATENT_DIM:
             yield by_engine(
                 VLLM,
-                "kv_lora_rank qk_rope_head_dim",
                 f"kv_lora_rank+qk_rope_head_dim={model.latents.kv_rank}+{model.latents.rope}={latent_dim}",
+                "kv_lora_rank qk_rope_head_dim",
                 f"vLLM's latent attention on CPU supports only {_CPU_LATENT_DIM}",
             )
     total, new, limit = recipe.rollout.max_model_len, recipe.rollout.max_new_tokens, model.max_position_embeddings
     if new >= total:
         message = f"rollout.max_new_tokens={new} leaves no room for a prompt in rollout.max_model_len={total}"
         fix = f"at most {total - 1}" if total > 1 else "set rollout.max_model_len to 2 or more"
-        yield arithmetic("rollout.max_new_tokens rollout.max_model_len", message, fix)
+        yield arithmetic(message, "rollout.max_new_tokens rollout.max_model_len", fix)
     if total > limit:
         message = f"rollout.max_model_len={total} is more than max_position_embeddings={limit}"
-        yield arithmetic("rollout.max_model_len", message, f"at most {limit}")
+        yield arithmetic(message, "rollout.max_model_len", f"at most {limit}")
     if device == "cpu":
         yield from _check_kv_cache(recipe, recipe.rollout, model)
 
@@ -282,7 +282,7 @@ def _check_kv_cache(recipe: Recipe, rollout: Rollout, model: ModelShape) -> Iter
             f"rollout.kv_cache_gib={rollout.kv_cache_gib:g} has no room for a sequence of "
             f"rollout.max_model_len={rollout.max_model_len} tokens, which takes {needed / 2**30:.4f} GiB"
         )
-        yield arithmetic("rollout.kv_cache_gib", message, f"at least {minimum:g}")
+        yield arithmetic(message, "rollout.kv_cache_gib", f"at least {minimum:g}")
 
 
 def _check_batch(recipe: Recipe, replicas: int | None) -> Iterator[Refusal]:
@@ -299,7 +299,7 @@ def _check_batch(recipe: Recipe, replicas: int | None) -> Iterator[Refusal]:
         scale = f"algorithm.advantage_scale={combined.advantage_scale}"
         what = algorithm.name if combined.advantage in GROUP_ADVANTAGES else scale
         fix = f"{what} compares samples of one prompt, so it needs 2 or more"
-        yield arithmetic("algorithm.samples_per_prompt", f"algorithm.samples_per_prompt={samples}", fix)
+        yield arithmetic(f"algorithm.samples_per_prompt={samples}", "algorithm.samples_per_prompt", fix)
     factors = _batch_factors(recipe)
     unit = sequences_multiple(recipe)
     product = f"{'*'.join(factors)}={'*'.join(map(str, factors.values()))}={unit}"
@@ -383,4 +383,4 @@ def _check_rules(key: str, value: int, rules: Sequence[Rule]) -> Iterator[Refusa
     """Yield a record of each rule that `value` violates."""
     for rule in rules:
         if not rule.is_satisfied(value):
-            yield arithmetic(key, f"{key}={value} {rule.description}")
+            yield arithmetic(f"{key}={value} {rule.description}", key)

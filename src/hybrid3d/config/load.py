@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -22,10 +23,22 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         RecipeError: with all problems.
     """
-    raw = read_yaml(Path(path))
+    return _overridden(read_yaml(Path(path)), overrides, str(path))
+
+
+def with_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
+    """Return a recipe with these settings, given as for `load_recipe`, replaced.
+
+    Raises:
+        RecipeError: with all problems.
+    """
+    return _overridden(to_raw(recipe), overrides, recipe.name)
+
+
+def _overridden(raw: dict[Any, Any], overrides: Sequence[str], subject: str) -> Recipe:
     problems: list[str] = []
     apply_overrides(raw, overrides, problems)
-    return read_recipe(raw, str(path), problems)
+    return read_recipe(raw, subject, problems)
 
 
 def read_recipe(raw: object, subject: str, problems: list[str]) -> Recipe:
@@ -44,6 +57,19 @@ def read_recipe(raw: object, subject: str, problems: list[str]) -> Recipe:
         problems.extend(refusal.message for refusal in validate_recipe(recipe))
     if recipe is None or problems:
         raise RecipeError(subject, problems)
+    return recipe
+
+
+def load_derived(path: str | Path) -> Recipe:
+    """Read a recipe that this program has derived from a valid one, whose settings may contradict each other.
+
+    Raises:
+        RecipeError: with all values that no recipe has.
+    """
+    problems: list[str] = []
+    recipe = read_section(Recipe, read_yaml(Path(path)), "", problems)
+    if recipe is None:
+        raise RecipeError(str(path), problems)
     return recipe
 
 

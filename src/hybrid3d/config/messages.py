@@ -24,11 +24,6 @@ def format_value(value: object) -> str:
     return name if value is None or isinstance(value, dict) else f"{reprlib.repr(value)} ({name})"
 
 
-def abbreviate(value: object) -> str:
-    """Return the repr of a value for a message, with the middle left out if it is long."""
-    return reprlib.repr(value)
-
-
 def format_key(key: object) -> str:
     """Return a key for a message: verbatim if it is short and printable, otherwise its repr."""
     text = str(key) if not isinstance(key, float | int) else repr(key)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from hybrid3d.config.schema import Count, RecipeError, read_value
-
-if TYPE_CHECKING:
-    from hybrid3d.families import Experts, Latents
+from hybrid3d.families import Config, Experts, Latents, family_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +23,17 @@ class ModelShape:
     max_position_embeddings: int
     experts: Experts | None = None
     latents: Latents | None = None
+
+    @classmethod
+    def of(cls, config: Config) -> ModelShape:
+        """Read the sizes as `from_config` does, with those that the model's family has.
+
+        Raises:
+            UnsupportedModel: no family supports the model.
+            RecipeError: as `from_config`.
+        """
+        family = family_of(config)
+        return cls.from_config(config, family.experts(config), family.latents(config))
 
     @classmethod
     def from_config(

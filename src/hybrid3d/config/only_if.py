@@ -104,7 +104,7 @@ def _unused_in(recipe: Any, own: Any, defaults: Any, path: str, scheduled: Set[s
                     why = condition.otherwise.format(recipe=recipe, own=own, path=path)
                     problem = f"{key}={_as_yaml(value)} has no effect: {why}"
                     message = f"{problem}: leave it out, or set it to {_as_yaml(usual)}"
-                    yield Refusal((key,), condition.kind, message)
+                    yield Refusal(condition.kind, message)
                 break
 
 

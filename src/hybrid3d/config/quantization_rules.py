@@ -25,15 +25,13 @@ def check_quantization(recipe: Recipe) -> Iterator[Refusal]:
     if recipe.model.dtype != "bfloat16":
         yield by_engine(
             VLLM,
-            "rollout.quantization model.dtype",
             f"{setting}: vLLM computes with weights in FP8 in bfloat16, and model.dtype={recipe.model.dtype}: "
             "set model.dtype=bfloat16, or leave rollout.quantization out",
         )
     if recipe.syncs_adapters:
         yield not_built(
-            "lora.sync rollout.quantization",
             f"lora.sync=adapter: with {setting} the weights below adapters would be quantized, which this version does "
-            "not support: set lora.sync=merged, or leave rollout.quantization out",
+            "not support: set lora.sync=merged, or leave rollout.quantization out"
         )
 
 
@@ -41,9 +39,8 @@ def check_fp8_training(recipe: Recipe) -> Iterator[Refusal]:
     """Yield what cannot be combined with training in FP8."""
     if recipe.train.fp8 != "none" and recipe.model.dtype != "bfloat16":
         yield definition(
-            "train.fp8 model.dtype",
             f"train.fp8={recipe.train.fp8}: the matrices that are multiplied in FP8 are quantized from bfloat16, and "
-            f"model.dtype={recipe.model.dtype}: set model.dtype=bfloat16, or leave train.fp8 out",
+            f"model.dtype={recipe.model.dtype}: set model.dtype=bfloat16, or leave train.fp8 out"
         )
 
 
@@ -79,7 +76,7 @@ def misaligned_dims(train: Train, model: ModelShape) -> Iterator[Refusal]:
         if size % FP8_ALIGNMENT:
             on_each = f", of which each rank has {size:g}," if size != share.size else ""
             message = f"{needs} {share.what}={share.size}{on_each} is not one"
-            yield by_engine(TRANSFORMER_ENGINE, f"train.{axis}", message, "leave train.fp8 out")
+            yield by_engine(TRANSFORMER_ENGINE, message, f"train.{axis}", "leave train.fp8 out")
 
 
 def quantized_shares(model: ModelShape, shards_experts: bool) -> list[Share]:

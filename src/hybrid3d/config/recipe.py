@@ -13,6 +13,8 @@ from hybrid3d.families import is_adapted
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "prometheus"]
 
+FREED_WEIGHTS = "vLLM frees its weights while it sleeps: set rollout.keep_weights=true"
+
 _ONE_GROUP: dict[str, Any] = {
     "cp": 1,
     "dp": 1,
@@ -150,9 +152,17 @@ class Recipe:
     @property
     def can_sync_changes(self) -> bool:
         """Return whether, on GPUs, syncs may send only the elements that changed: see `sync.delta`."""
-        sleeps = self.rollout is not None and self.rollout.sleep and not self.is_split
-        keeps_weights = self.keeps_rollout_weights or (self.rollout is not None and not sleeps)
-        return not self.always_dense and keeps_weights
+        return not self.dense_on_gpus
+
+    @property
+    def dense_on_gpus(self) -> str:
+        """Why, on GPUs, no sync may send changed elements alone; empty if some may."""
+        if self.always_dense:
+            return self.always_dense
+        if self.rollout is None:
+            return "there is no rollout"
+        sleeps = self.rollout.sleep and not self.is_split
+        return FREED_WEIGHTS if sleeps and not self.keeps_rollout_weights else ""
 
     @property
     def always_dense(self) -> str:

@@ -28,16 +28,15 @@ class Refusal:
     """A problem of a recipe.
 
     Attributes:
-        settings: dotted names of the settings, the refused one first. Of a layout they are those for which valid values
-            are suggested, and may be keys of the model's `config.json`.
         message: what is wrong, with the values.
+        settings: of a layout, the settings for which valid values are suggested, or keys of the model's `config.json`.
         engine: the engine and its range of versions, of the kind `engine`.
         fix: of a layout, the suggestion, if it is not a value of `settings` that can be searched for.
     """
 
-    settings: tuple[str, ...]
     kind: Kind
     message: str
+    settings: tuple[str, ...] = ()
     engine: str = ""
     fix: str = ""
 
@@ -45,21 +44,21 @@ class Refusal:
         assert (self.kind == "engine") == bool(self.engine), "an engine's limit names the engine, and no other does"
 
 
-def arithmetic(settings: str, message: str, fix: str = "") -> Refusal:
+def arithmetic(message: str, settings: str = "", fix: str = "") -> Refusal:
     """Return a refusal by arithmetic; `settings` are separated by spaces, as in the functions below."""
-    return Refusal(tuple(settings.split()), "arithmetic", message, fix=fix)
+    return Refusal("arithmetic", message, tuple(settings.split()), fix=fix)
 
 
-def by_engine(engine: str, settings: str, message: str, fix: str = "") -> Refusal:
+def by_engine(engine: str, message: str, settings: str = "", fix: str = "") -> Refusal:
     """Return a refusal of what no version of an engine in hybrid3d's range can do."""
-    return Refusal(tuple(settings.split()), "engine", message, engine, fix)
+    return Refusal("engine", message, tuple(settings.split()), engine, fix)
 
 
-def definition(settings: str, message: str, fix: str = "") -> Refusal:
+def definition(message: str, settings: str = "", fix: str = "") -> Refusal:
     """Return a refusal of settings that contradict each other, or of one without an effect."""
-    return Refusal(tuple(settings.split()), "definition", message, fix=fix)
+    return Refusal("definition", message, tuple(settings.split()), fix=fix)
 
 
-def not_built(settings: str, message: str, fix: str = "") -> Refusal:
+def not_built(message: str, settings: str = "", fix: str = "") -> Refusal:
     """Return a refusal of what could be built and is not."""
-    return Refusal(tuple(settings.split()), "not_built", message, fix=fix)
+    return Refusal("not_built", message, tuple(settings.split()), fix=fix)

@@ -229,6 +229,7 @@ def _set(raw: dict[Any, Any], keys: Sequence[str], value: object) -> None:
     section = raw
     *sections, key = keys
     for name in sections:
+        name = next((present for present in section if str(present) == name), name)  # steps of a schedule are numbers
         if section.get(name) is None:  # absent, or `rollout: null`
             section[name] = {}
         if not isinstance(section[name], dict):

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from hybrid3d.config import Recipe, check_layout_early, load_recipe, recipe_to_yaml
-from hybrid3d.doctor.machine import probe
 from hybrid3d.errors import UserMistake, set_stream_errors
 from hybrid3d.launch_environment import under_launcher
 from hybrid3d.process import kill_descendants_on_exit
@@ -74,14 +73,16 @@ def questions(recipe: Recipe | None) -> Mapping[str, Callable[[], Any]]:
 def _machine() -> dict[str, Any]:
     import torch
 
-    found = vars(probe())
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    devices = map(torch.cuda.get_device_properties, range(count))
+    gpus = [{"name": device.name, "bytes": device.total_memory} for device in devices]
     error = ""
     if torch.version.cuda is not None and not torch.cuda.is_available():
         try:
             torch.cuda.init()
         except (RuntimeError, AssertionError) as problem:
             error = str(problem).splitlines()[0]
-    return {**found, "cuda_error": error}
+    return {"gpus": gpus, "cuda": str(torch.version.cuda), "cuda_error": error}
 
 
 def _nccl() -> str | None:
@@ -112,17 +113,33 @@ def _devices(recipe: Recipe) -> str:
 def _needs(recipe: Recipe) -> dict[str, float]:
     """Return bytes that a run needs: of memory for a rank, and of the disk for a checkpoint (0 if not known)."""
     from hybrid3d.launch.launcher import rank_bytes
-    from hybrid3d.reshard.file_index import read_index
     from hybrid3d.reshard.plan.layout import ITEMSIZE
     from hybrid3d.train.megatron.checkpoint import OPTIMIZER_BYTES
 
     try:
-        elements = sum(math.prod(entry.shape) for entry in read_index(recipe.model.path).values())
+        elements = _trained_elements(recipe)
     except UserMistake:  # which the preflight checks report
         elements = 0
-    models = 2 if recipe.algorithm.uses_critic else 1
-    checkpoint = elements * models * (ITEMSIZE[recipe.model.dtype] + OPTIMIZER_BYTES)
+    checkpoint = elements * (ITEMSIZE[recipe.model.dtype] + OPTIMIZER_BYTES)
     return {"rank_bytes": rank_bytes(recipe), "checkpoint_bytes": checkpoint}
+
+
+def _trained_elements(recipe: Recipe) -> int:
+    """Return the elements that a checkpoint has: of the policy, or of its adapters alone, and of a critic.
+
+    Raises:
+        UserMistake: the model's files cannot be read.
+    """
+    from hybrid3d.inputs.adapters import adapted_shapes, model_shapes
+    from hybrid3d.inputs.models import read_config
+    from hybrid3d.reshard.file_index import read_shapes
+
+    path = recipe.model.path
+    whole = policy = sum(map(math.prod, read_shapes(path).values()))
+    if recipe.lora is not None:
+        matrices = adapted_shapes(recipe.lora, model_shapes(path, read_config(path)))
+        policy = sum(map(math.prod, matrices.values()))
+    return policy + whole * recipe.algorithm.uses_critic
 
 
 def _preflight(recipe: Recipe) -> list[str]:

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from hybrid3d.config import Recipe, Run
+from hybrid3d.config import Run
 from hybrid3d.doctor.finding import CANNOT_START, SLOW, Context, Finding
 from hybrid3d.run.folder import RunFolder, checkpoint_steps
 from hybrid3d.storage.disk import MOUNTS, file_system_type, file_system_warning, free_bytes, free_inodes
@@ -123,7 +123,7 @@ def check_model_files(context: Context) -> Iterator[Finding]:
     """Read the first bytes of each file of the model's folder."""
     if context.recipe is None:
         return
-    path = Path(_model_path(context.recipe))
+    path = Path(os.path.abspath(context.recipe.model.path))
     if not path.is_dir():
         return  # the checks before a start report it
     unreadable = []
@@ -141,10 +141,6 @@ def check_model_files(context: Context) -> Iterator[Finding]:
     else:
         kind = file_system_type(path.resolve(), _mounts()) or "an unknown file system"
         yield Finding(f"the files of the model in {path} can be read, from {kind}")
-
-
-def _model_path(recipe: Recipe) -> str:
-    return os.path.abspath(recipe.model.path)
 
 
 def _size(nbytes: float) -> str:

@@ -118,6 +118,8 @@ def resolve(name: str) -> list[str] | str:
         return f"no answer within {SECONDS:g} s"
     except OSError as error:
         return error.strerror or str(error)
+    except UnicodeError as error:  # a part of the name is empty or too long
+        return str(error)
     finally:
         pool.shutdown(wait=False)
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))

@@ -14,11 +14,10 @@ from hybrid3d.config import Recipe
 from hybrid3d.doctor import groups
 from hybrid3d.doctor.answers import SECONDS, ask
 from hybrid3d.doctor.finding import Context, Finding
-from hybrid3d.doctor.page import Examination, Subject, can_start, examine, format_json, format_page
+from hybrid3d.doctor.page import Examination, Subject, can_start, examine, print_page
 from hybrid3d.run.folder import RunFolder
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from torch.distributed.distributed_c10d import Store
 
     from hybrid3d.ledger import RankStart
@@ -60,7 +59,8 @@ class NodesExamination:
             subjects += [("groups", self._compare(folder))] if rank == 0 else []
             self._share_verdict("groups", subjects, rank, store)
         if rank == 0:
-            self._print(subjects, console)
+            assert console is not None, "rank 0 has a console"
+            print_page(console, self._recipe, subjects, self._as_json)
 
     def _share_verdict(self, of: str, subjects: Sequence[Subject], rank: int, store: Store) -> None:
         """Let every rank know what rank 0 knows: whether a run can start."""
@@ -73,11 +73,3 @@ class NodesExamination:
         machine = Context(self._recipe, ask(self._recipe, ["machine"])).answer("machine")
         measured = json.loads((folder.path / groups.GROUPS).read_text(encoding="utf-8"))
         return tuple(groups.describe(self._recipe, measured, bool(machine and machine["gpus"])))
-
-    def _print(self, subjects: Sequence[Subject], console: Console | None) -> None:
-        assert console is not None, "rank 0 has a console"
-        if self._as_json:
-            console.print(format_json(self._recipe, subjects), soft_wrap=True)
-            return
-        for line, style in format_page(self._recipe, subjects, console.width if console.is_terminal else None):
-            console.print(line, style=style, soft_wrap=True)

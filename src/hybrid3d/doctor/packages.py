@@ -9,6 +9,7 @@ from importlib import metadata
 
 from packaging.requirements import Requirement
 
+from hybrid3d import installed_version
 from hybrid3d.doctor.finding import CANNOT_START, OK, SLOW, Context, Finding
 from hybrid3d.engines.certificates import EditedCertificate, standing_of_installed
 from hybrid3d.engines.compare import Report
@@ -30,7 +31,7 @@ def check_pins(context: Context) -> Iterator[Finding]:
             fix=f"{_pip()} install --no-deps -e FOLDER_OF_HYBRID3D",
         )
         return
-    extra = "gpu" if _installed("vllm") else "cpu"
+    extra = "gpu" if installed_version("vllm") else "cpu"
     count = 0
     reports = {report.copy.distribution: report for report in compare_installed()}
     for requirement in map(Requirement, required):
@@ -57,7 +58,7 @@ def _standing(reports: Iterable[Report]) -> Finding:
 def _compare(requirement: Requirement) -> Iterable[Finding]:
     name, wanted = requirement.name, str(requirement.specifier)
     command = f"{_pip()} install --no-deps {shlex.quote(f'{name}{wanted}')}"
-    installed = _installed(name)
+    installed = installed_version(name)
     if installed is None:
         if name == "transformer-engine":
             return [Finding(f"{name} is not installed: torch's layers are used", SLOW, f"{command}; see Dockerfile")]
@@ -88,13 +89,6 @@ def _compare_sources(requirement: Requirement, report: Report) -> Iterator[Findi
         yield Finding(found, SLOW, "prove that it works before you train: hybrid3d certify MODEL")
     else:
         yield Finding(found, OK)
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _pip() -> str:

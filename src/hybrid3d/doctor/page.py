@@ -10,13 +10,15 @@ import socket
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 from hybrid3d.config import Recipe
 from hybrid3d.doctor import files, groups, network, packages, resources
-from hybrid3d.doctor import packages as engines
-from hybrid3d.doctor import resources as devices
 from hybrid3d.doctor.answers import ask
 from hybrid3d.doctor.finding import CANNOT_START, OK, SLOW, Context, Finding, Severity
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 @dataclass(frozen=True)
@@ -35,10 +37,10 @@ class Examination:
 
 
 EXAMINATIONS = (
-    Examination("devices", devices.check_gpus, ("machine", "nccl")),
+    Examination("devices", resources.check_gpus, ("machine", "nccl")),
     Examination("packages", packages.check_pins),
-    Examination("engines", engines.check_kernels, ("kernels",)),
-    Examination("start", engines.check_preflight, ("devices", "preflight")),
+    Examination("engines", packages.check_kernels, ("kernels",)),
+    Examination("start", packages.check_preflight, ("devices", "preflight")),
     Examination("shared-memory", resources.check_shared_memory),
     Examination("limits", resources.check_limits),
     Examination("cores", resources.check_cores),
@@ -89,6 +91,15 @@ def format_json(recipe: Recipe | None, subjects: Sequence[Subject]) -> str:
         "findings": found,
     }
     return json.dumps(page, indent=2)
+
+
+def print_page(console: Console, recipe: Recipe | None, subjects: Sequence[Subject], as_json: bool) -> None:
+    """Print the page, or the object of `format_json`."""
+    if as_json:
+        console.print(format_json(recipe, subjects), soft_wrap=True)
+        return
+    for line, style in format_page(recipe, subjects, console.width if console.is_terminal else None):
+        console.print(line, style=style, soft_wrap=True)
 
 
 def format_page(recipe: Recipe | None, subjects: Sequence[Subject], width: int | None) -> Iterator[tuple[str, str]]:

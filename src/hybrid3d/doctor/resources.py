@@ -9,11 +9,11 @@ import os
 import re
 import resource
 import shutil
+import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hybrid3d.doctor.finding import CANNOT_START, SLOW, Context, Finding
-from hybrid3d.doctor.machine import nvidia_smi
 from hybrid3d.planning.hardware import CGROUP, available_memory, hardware_of
 from hybrid3d.process import SHARED_MEMORY
 
@@ -131,12 +131,13 @@ FIELDS = (
     *("ecc.errors.uncorrected.volatile.total", "clocks_throttle_reasons.hw_slowdown"),
     *(f"clocks_throttle_reasons.{name}" for name in SLOWDOWNS),
 )
+NVIDIA_SMI_SECONDS = 30.0  # without persistence mode it takes seconds
 ABSENT = re.compile(r"\[?(N/A|Not Supported|Unknown Error)\]?", re.IGNORECASE)
 
 
 def check_gpus(context: Context) -> Iterator[Finding]:
     """Report the GPUs that the driver has and torch sees, and what slows them down."""
-    output = nvidia_smi([f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"])
+    output = _nvidia_smi([f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"])
     rows = [dict(zip(FIELDS, map(str.strip, line.split(",")), strict=False)) for line in output.splitlines() if line]
     rows = [row for row in rows if row["index"].isdecimal()]
     yield from _check_torch(context, rows)
@@ -146,6 +147,28 @@ def check_gpus(context: Context) -> Iterator[Finding]:
         yield from _check_nvlink(len(rows))
 
 
+def _nvidia_smi(arguments: Sequence[str]) -> str:
+    """Return the output of nvidia-smi; empty if there is none, or if it fails."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=NVIDIA_SMI_SECONDS,
+            encoding="utf-8",
+            errors="replace",
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def driver_version() -> str:
+    """Return the version of the driver of NVIDIA's GPUs, where nvidia-smi tells it."""
+    found = re.search(r"[\d.]+", _nvidia_smi(["--query-gpu=driver_version", "--format=csv,noheader"]))
+    return found[0] if found else "unknown"
+
+
 def _check_torch(context: Context, rows: Sequence[dict[str, str]]) -> Iterator[Finding]:
     """Compare what torch sees with what the driver has."""
     machine = context.answer("machine")
@@ -153,14 +176,18 @@ def _check_torch(context: Context, rows: Sequence[dict[str, str]]) -> Iterator[F
         error = context.answers.get("machine", {}).get("error", "it was not asked")
         yield Finding(f"torch cannot be used: {error}", CANNOT_START, "install it anew, as requirements/ has it")
         return
-    seen, built_for = machine["gpus"], machine["versions"].get("cuda", "None")
-    driver = rows[0]["driver_version"] if rows else machine["versions"].get("driver", "unknown")
+    seen, built_for = machine["gpus"], machine["cuda"]
+    driver = rows[0]["driver_version"] if rows else driver_version()
     if seen:
         names = ", ".join(dict.fromkeys(gpu["name"] for gpu in seen))
         nccl = context.answer("nccl") or "unknown"
         found = f"{len(seen)} GPUs ({names}), driver {driver}, torch for CUDA {built_for}, NCCL {nccl}"
         yield Finding(f"{found}; in the source tree, `make gpu-check` checks what they compute")
         yield from _check_memory(context, min(gpu["bytes"] for gpu in seen))
+        if not rows:
+            unknown = "ECC errors, clocks, persistence mode and NVLink are not checked"
+            found = f"nvidia-smi does not tell of the GPUs: {unknown}"
+            yield Finding(found, SLOW, f"nvidia-smi --query-gpu={','.join(FIELDS)} --format=csv says why")
         return
     if not rows:
         yield Finding("no GPU: models are trained and answers generated on the CPU, over gloo")
@@ -208,7 +235,7 @@ def _check_gpu(row: dict[str, str]) -> Iterator[Finding]:
 
 
 def _check_nvlink(gpus: int) -> Iterator[Finding]:
-    links = re.findall(r"Link \d+: ([\d.]+) GB/s", nvidia_smi(["nvlink", "--status"]))
+    links = re.findall(r"Link \d+: ([\d.]+) GB/s", _nvidia_smi(["nvlink", "--status"]))
     if links:
         rate = sum(map(float, links)) / gpus
         yield Finding(f"NVLink: {len(links) // gpus} links of a GPU, {rate:.0f} GB/s together")

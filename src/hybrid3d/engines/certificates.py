@@ -11,10 +11,10 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
+from hybrid3d import installed_version
 from hybrid3d.errors import UserMistake
 
 FOLDER = Path(__file__).parent / "certificates"
@@ -116,12 +116,9 @@ def installed_versions() -> dict[str, str]:
     """
     found = {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}
     for package in PACKAGES:
-        for build in BUILDS.get(package, (package,)):
-            try:
-                found[package] = version(build).partition("+")[0]
-            except PackageNotFoundError:
-                continue
-            break
+        installed = installed_version(*BUILDS.get(package, (package,)))
+        if installed:
+            found[package] = installed.partition("+")[0]
     return found
 
 

@@ -78,10 +78,13 @@ def copies_in(place: Path) -> list[Copy]:
     """Return the engines in a folder or a wheel.
 
     Raises:
-        UserMistake: it has none.
+        UserMistake: it has none, or the wheel is damaged.
     """
     if place.is_dir() or (place.is_file() and zipfile.is_zipfile(place)):
-        found = [copy for engine in ENGINES if (copy := _copy(engine, place)) is not None]
+        try:
+            found = [copy for engine in ENGINES if (copy := _copy(engine, place)) is not None]
+        except zipfile.BadZipFile as error:
+            raise UserMistake(f"{place}: a damaged wheel ({error}): download it again") from error
         if found:
             return found
     folders = " or ".join(f"{engine.folder}/" for engine in ENGINES)

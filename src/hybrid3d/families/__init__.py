@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from hybrid3d.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from hybrid3d.families.dense import LLAMA, QWEN2, QWEN3
 from hybrid3d.families.family import (
     PEFT_PREFIX,
@@ -10,7 +9,6 @@ from hybrid3d.families.family import (
     Experts,
     Family,
     Latents,
-    RowRange,
     adapter_names,
     can_be_adapted,
     head_dim,
@@ -20,10 +18,9 @@ from hybrid3d.families.family import (
     query_groups,
     with_value_head,
 )
-from hybrid3d.families.glm import GLM4_MOE
 from hybrid3d.families.moe import EXPERT, MIXTRAL, QWEN3_MOE, is_expert
-from hybrid3d.families.rope import Rope, rope_of
-from hybrid3d.families.unsupported import UNSUPPORTED, refuse_unsupported
+from hybrid3d.families.shared_experts import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE
+from hybrid3d.families.unsupported import refuse_unsupported
 from hybrid3d.families.values import Config, UnsupportedModel
 
 FAMILIES = {
@@ -53,16 +50,12 @@ def family_of(config: Config) -> Family:
 
 __all__ = [
     "EXPERT",
-    "FAMILIES",
     "PEFT_PREFIX",
-    "UNSUPPORTED",
     "VALUE_HEAD",
     "Config",
     "Experts",
     "Family",
     "Latents",
-    "Rope",
-    "RowRange",
     "UnsupportedModel",
     "adapter_names",
     "can_be_adapted",
@@ -74,6 +67,5 @@ __all__ = [
     "module_of",
     "query_groups",
     "refuse_unsupported",
-    "rope_of",
     "with_value_head",
 ]

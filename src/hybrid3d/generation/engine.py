@@ -64,11 +64,6 @@ class ExpertChoices:
         """Return the number of tokens."""
         return self.tokens or len(self.array)
 
-    def __getitem__(self, token: int) -> list[list[int]]:
-        """Return the experts of a token, by layer."""
-        found: list[list[int]] = self.array[token].tolist()
-        return found
-
     def first(self, tokens: int) -> ExpertChoices:
         """Return the choices of the first tokens."""
         if tokens >= len(self):

@@ -11,14 +11,13 @@ import torch.distributed as dist
 
 from hybrid3d.config import Async, Recipe
 from hybrid3d.distributed import all_reduce_max
-from hybrid3d.generation.agents.answers import AgentAnswers, Endpoint
+from hybrid3d.generation.agents.answers import AgentAnswers
 from hybrid3d.generation.engine import Engine, Sampling
 from hybrid3d.generation.exchange import AnswerExchange
 from hybrid3d.generation.samples import held_samples
 from hybrid3d.generation.scheduler import Answers, Continuation, Prompt, Prompts, Scheduler
 from hybrid3d.generation.turns import Conversations, Turns
-from hybrid3d.scoring.function_scorer import FunctionScorer
-from hybrid3d.scoring.scorer import Query, Scores, ask_all, by_prompt, together
+from hybrid3d.scoring.scorer import FunctionScorer, Query, Scores, ask_all, by_prompt, together
 
 
 class NoReplicas(RuntimeError):
@@ -114,16 +113,14 @@ class EngineReplicas:
         reward = recipe.reward
         self._scorer = FunctionScorer(reward.name, reward.workers, reward.timeout_seconds, reward.default)
         assert recipe.rollout is not None, "checked when the recipe was read"
-        self._endpoint: Endpoint | None = None
+        self._agents: AgentAnswers | None = None
         self._turns = Turns(recipe, engine, tokenizer, group)
         has_agents, has_environment = recipe.rollout.agents is not None, self._turns.have_environment
         if has_agents and engine.leads:
-            self._endpoint = Endpoint(recipe, engine, tokenizer)
+            self._agents = AgentAnswers(recipe, engine, tokenizer)
 
         def scheduler(settings: Async) -> Scheduler[Any]:
-            continuation: Continuation[Any] = Conversations(self._turns, waves=not settings.partial)
-            if self._endpoint is not None:
-                continuation = AgentAnswers(self._endpoint, tokenizer, reward.default)
+            continuation: Continuation[Any] = self._agents or Conversations(self._turns, waves=not settings.partial)
             lead = Prompts(continuation, settings) if engine.leads else None
             listens = has_agents or (has_environment and bool(settings.partial))
             agree = self._agree if engine.steps_together and not settings.partial else bool
@@ -166,8 +163,8 @@ class EngineReplicas:
         """End the processes that compute rewards and replies, and what agents connect to."""
         self._scorer.close()
         self._turns.close()
-        if self._endpoint is not None:
-            self._endpoint.close()
+        if self._agents is not None:
+            self._agents.close()
 
     def _agree(self, done: bool) -> bool:
         """Return whether all replicas are done."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +16,7 @@ from hybrid3d.generation.replicas import Replicas, available
 from hybrid3d.generation.samples import RolloutBatch, Sample, answers_of, queries_of, with_baselines, with_rewards
 from hybrid3d.generation.scheduler import Answers, Place, Prompt
 from hybrid3d.generation.selection import Failures, Selection
-from hybrid3d.generation.turns import OF_ENVIRONMENT
+from hybrid3d.generation.turns import OF_ENVIRONMENT, seed_of
 from hybrid3d.rl.data import PromptData
 from hybrid3d.scoring.functions import FINAL_ANSWERS
 from hybrid3d.scoring.scorer import Scorer, Scorers, ask_all, shares_of
@@ -193,7 +192,7 @@ class Rollouts:
         evaluation, final, n = recipe.evaluation, self._final_answer, recipe.evaluation.samples
         prompts = []
         for i, example in enumerate(data.examples):
-            seeds = [evaluation_seed(recipe.run.seed, name, example.row, k) for k in range(n)]
+            seeds = [seed_of(f"{recipe.run.seed}/evaluation/{name}/{example.row}/{k}") for k in range(n)]
             prompts.append(Prompt((0, i), example, seeds if evaluation.temperature else [None] * n, version))
         answers = self._answer(prompts, version, Sampling.for_evaluation(recipe), failures)
         answers = _with_scores(self._scorers.held_out, answers, n, failures)
@@ -317,11 +316,11 @@ class PartialRollouts(Rollouts):
         """Give the prompts at these places to replicas: by their index in the batch, whose order the replicas share."""
         algorithm, seed = self._recipe.algorithm, self._recipe.run.seed
         shares = shares_of(available(self._replicas), range(algorithm.prompts_per_step))
+        batches = {batch: self.train.batch(batch, algorithm.prompts_per_step) for batch in dict(places)}
         for batch, i in places:
             number = next(number for number, share in shares.items() if i in share)
-            example = self.train.batch(batch, algorithm.prompts_per_step)[i]
             seeds = request_seeds(seed, batch, i, algorithm)
-            self._new.setdefault(number, []).append(Prompt((batch, i), example, seeds, version))
+            self._new.setdefault(number, []).append(Prompt((batch, i), batches[batch][i], seeds, version))
             self._places.setdefault(number, []).append((batch, i))
 
 
@@ -344,21 +343,7 @@ def extra_batches(recipe: Recipe) -> int:
     return recipe.algorithm.combination.dynamic_sampling if recipe.reward.model is None else 0
 
 
-def request_seed(seed: int, batch: int, prompt: int, sample: int) -> int:
-    """Return a seed for a request, different for each and equal in every layout."""
-    return _seed(f"{seed}/{batch}/{prompt}/{sample}")
-
-
-def evaluation_seed(seed: int, name: str, row: int, sample: int) -> int:
-    """Return a seed for an answer to a row of the held-out problems of this name."""
-    return _seed(f"{seed}/evaluation/{name}/{row}/{sample}")
-
-
-def _seed(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
-
-
 def request_seeds(seed: int, batch: int, prompt: int, algorithm: Algorithm) -> list[int | None]:
     """Return the seeds of all answers to a prompt; None answers greedily, last."""
-    sampled = [request_seed(seed, batch, prompt, sample) for sample in range(algorithm.samples_per_prompt)]
+    sampled = [seed_of(f"{seed}/{batch}/{prompt}/{sample}") for sample in range(algorithm.samples_per_prompt)]
     return [*sampled, *[None] * algorithm.uses_greedy_answers]

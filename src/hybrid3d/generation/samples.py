@@ -6,9 +6,9 @@ An answer is one sample or, where an agent made it, the samples of its branches 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
@@ -23,13 +23,13 @@ ARRAYS = {"prompt_ids": np.int32, "tokens": np.int32, "loss_mask": np.bool_, "lo
 
 
 @dataclass(frozen=True)
-class RunLengths(Sequence[int]):
+class RunLengths:
     """Holds numbers that seldom change as runs (number, length), so that it takes as much memory as there are runs."""
 
     runs: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, numbers: Sequence[int]) -> RunLengths:
+    def of(cls, numbers: Iterable[int]) -> RunLengths:
         """Return the same numbers as runs."""
         if isinstance(numbers, RunLengths):
             return numbers
@@ -40,16 +40,6 @@ class RunLengths(Sequence[int]):
 
     def __iter__(self) -> Iterator[int]:
         return itertools.chain.from_iterable(itertools.repeat(*run) for run in self.runs)
-
-    @overload
-    def __getitem__(self, place: int) -> int: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> RunLengths: ...
-
-    def __getitem__(self, place: int | slice) -> int | RunLengths:
-        numbers = [*self]
-        return RunLengths.of(numbers[place]) if isinstance(place, slice) else numbers[place]
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,7 +178,7 @@ def filled_up(samples: Sequence[Sample], multiple: int) -> Sequence[Sample]:
     """Return samples whose number is a multiple, by adding rows of no answer, which have no loss tokens."""
     last = samples[-1]
     empty = replace(last, prompt_ids=last.prompt_ids[:1], tokens=last.tokens[:1], logprobs=last.logprobs[:0])
-    mask, versions = np.zeros(1, np.bool_), last.versions[:1]
+    mask, versions = np.zeros(1, np.bool_), RunLengths.of(itertools.islice(last.versions, 1))
     filling = replace(empty, loss_mask=mask, versions=versions, branch=NO_BRANCH, experts=last.experts.first(2))
     return [*samples, *[filling] * (-len(samples) % multiple)]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from hybrid3d.config import Recipe, RecipeError
 from hybrid3d.rl.token_texts import TokenTexts, encode_part, special_tokens
-from hybrid3d.scoring.environments import check_environment, stop_tokens
+from hybrid3d.scoring.environments import check_environment
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,29 @@ def find_stops(tokenizer: Any, stops: Sequence[str]) -> Stops:
     return Stops(texts, frozenset(special[stop] for stop in stops if stop in special))
 
 
-def pause_tokens(tokenizer: Any, stops: Stops) -> frozenset[int]:
-    """Return the tokens at which an engine pauses, as a stop may end with them. ValueError: as `stop_tokens`."""
-    return stops.ids.union(stop_tokens(TokenTexts(tokenizer), stops.texts) if stops.texts else ())
+def pause_tokens(texts: TokenTexts, stops: Stops) -> frozenset[int]:
+    """Return the tokens at which an engine pauses: those whose text contains the last character of a stop.
+
+    An engine stops at tokens, and a stop can be tokenized in many ways, but its last character is always in one of
+    these tokens. Whether the text really ends in the stop is checked by `ends_with_stop`. Stops of an environment end
+    in ASCII, as `stops_of` requires; other ones are those of `rollout.stop` with agents.
+
+    Raises:
+        ValueError: no token contains the last character of a stop.
+    """
+    tokens = set(stops.ids)
+    for stop in stops.texts:
+        last = stop[-1] if stop[-1].isascii() else f"{stop[-1]}\ufffd"  # which stands for a part of a character
+        ending = [token for character in last for token in texts.tokens_with.get(character, ())]
+        if not ending:
+            raise ValueError(f"stop {stop!r}: none of the tokenizer's {len(texts)} tokens has {stop[-1]!r} in it")
+        tokens.update(ending)
+    return frozenset(tokens)
+
+
+def ends_with_stop(text: str, last: str, stops: Sequence[str]) -> bool:
+    """Return whether a stop ends within the last token of a text; `last` is the text of this token."""
+    return any(stop in text[-(len(last) + len(stop) - 1) :] for stop in stops)
 
 
 def check_stops(recipe: Recipe, tokenizer: Any) -> None:
@@ -66,13 +86,13 @@ def check_stops(recipe: Recipe, tokenizer: Any) -> None:
         return
     where = "rollout.stop"
     try:
-        stops = find_stops(tokenizer, rollout.stop)
+        stops, texts = find_stops(tokenizer, rollout.stop), TokenTexts(tokenizer)
         if rollout.agents is not None:
-            pause_tokens(tokenizer, stops)
+            pause_tokens(texts, stops)
         where = "rollout.environment"
         if rollout.environment is not None:
             replied = check_environment(rollout.environment)
-            pause_tokens(tokenizer, find_stops(tokenizer, replied))
+            pause_tokens(texts, find_stops(tokenizer, replied))
             for end, stop in itertools.product(rollout.stop, replied):
                 if end in stop:
                     raise ValueError(f"its stop {stop!r} ends the answer by rollout.stop={end!r}: it would never reply")

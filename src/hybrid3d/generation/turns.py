@@ -17,16 +17,15 @@ from hybrid3d.distributed import broadcast_object
 from hybrid3d.generation.engine import Completion, Engine, GenerationRequest, Sampling
 from hybrid3d.generation.samples import AnswerTokens, Sample
 from hybrid3d.generation.scheduler import News, Prompt
-from hybrid3d.generation.stops import Stops, find_stops, pause_tokens
+from hybrid3d.generation.stops import Stops, ends_with_stop, find_stops, pause_tokens
 from hybrid3d.rl.data import Example
-from hybrid3d.rl.token_texts import decode_part, encode_part
+from hybrid3d.rl.token_texts import TokenTexts, decode_part, encode_part
 from hybrid3d.scoring.environments import (
     ConversationItem,
     EnvironmentRunner,
     Reply,
     check_environment,
     completed,
-    ends_with_stop,
 )
 
 POLL_SECONDS = 0.05  # while all answers wait for replies
@@ -86,11 +85,16 @@ class Trajectory(AnswerTokens):
         self.stopped = completion.stopped
 
 
+def seed_of(text: str) -> int:
+    """Return the seed of what a text names, which is equal in every layout."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
+
+
 def seed_of_request(seed: int | None, number: int) -> int | None:
     """Return the seed of an answer's request by its number; the first has the answer's, None if that is greedy."""
     if seed is None or number == 0:
         return seed
-    return int.from_bytes(hashlib.sha256(f"{seed}/{number}".encode()).digest()[:4], "little")
+    return seed_of(f"{seed}/{number}")
 
 
 class Turns:
@@ -113,7 +117,7 @@ class Turns:
             # The stop strings are in a user's module, which no rank imports: a process of its own loads it once.
             stops = check_environment(rollout.environment) if group.rank() == 0 else None
             self._stops = find_stops(tokenizer, broadcast_object(stops, group) or ())
-        self._stop_tokens = pause_tokens(tokenizer, self._stops)
+        self._stop_tokens = pause_tokens(TokenTexts(tokenizer), self._stops)
         self._ends = find_stops(tokenizer, rollout.stop)
 
     @property

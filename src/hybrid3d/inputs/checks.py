@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 from packaging.version import Version
 
+from hybrid3d import installed_version
 from hybrid3d.config import ModelShape, Recipe, RecipeError, check_layout
 from hybrid3d.families import family_of
 from hybrid3d.inputs.models import check_against_transformers, read_config
@@ -27,7 +27,7 @@ def check_model(recipe: Recipe, planned: bool = False) -> dict[str, Any]:
     config = read_config(recipe.model.path)
     family = family_of(config)
     check_against_transformers(Path(recipe.model.path) / "config.json", config, family)
-    shape = ModelShape.from_config(config, experts=family.experts(config), latents=family.latents(config))
+    shape = ModelShape.of(config)
     check_layout(recipe, shape, device=None if planned else "cuda" if torch.cuda.is_available() else "cpu")
     _check_mtp(recipe, len(family.mtp_layers(config)))
     if not planned and torch.cuda.is_available():
@@ -80,12 +80,8 @@ def _check_marks_of_experts(recipe: Recipe) -> None:
 
     Megatron-Core does since 0.17; Transformer Engine does until 2.12 (comments in Megatron's `TEGroupedLinear`).
     """
-    try:
-        engine = version("transformer-engine")
-    except PackageNotFoundError:
-        return
-    megatron = version("megatron-core")
-    if Version(megatron) < Version("0.17") and Version(engine) >= Version("2.13"):
+    engine, megatron = installed_version("transformer-engine"), installed_version("megatron-core")
+    if engine and megatron and Version(megatron) < Version("0.17") and Version(engine) >= Version("2.13"):
         raise RecipeError(
             recipe.name,
             [

@@ -15,7 +15,8 @@ from hybrid3d.errors import UserMistake
 
 KEY_VARIABLE = "TEACHER_API_KEY"
 SECONDS = 300.0  # for an answer, which waits for those that were asked for before
-CONNECT_ATTEMPTS, PAUSE_SECONDS = 4, 2.0
+ATTEMPTS, PAUSE_SECONDS = 4, 2.0  # each pause between two attempts is twice as long as the one before it
+BUSY = (429, 502, 503, 504)  # status codes of a server, or of a proxy before it, that may answer later
 SHOWN_BYTES = 300
 
 
@@ -76,19 +77,21 @@ class Completions:
             headers["Authorization"] = f"Bearer {key}"
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, headers)
-        for attempt in range(CONNECT_ATTEMPTS):
+        for attempt in range(ATTEMPTS):
             try:
                 with urllib.request.urlopen(request, timeout=SECONDS) as answer:
                     return bytes(answer.read())
             except urllib.error.HTTPError as error:
                 said = error.read(SHOWN_BYTES).decode(errors="replace")
-                raise self._error(f"answered {path} with status {error.code}: {said}") from None
+                problem, may_pass = f"answered {path} with status {error.code}: {said}", error.code in BUSY
             except TimeoutError:  # it is there, and asking again would take as long
-                raise self._error(f"does not answer {path} within {SECONDS:g} s") from None
+                problem, may_pass = f"does not answer {path} within {SECONDS:g} s", False
             except (OSError, http.client.HTTPException, ValueError) as error:
-                if attempt + 1 == CONNECT_ATTEMPTS or isinstance(error, ValueError):
-                    raise self._error(f"does not answer {path}: {error}") from None
-                time.sleep(PAUSE_SECONDS)
+                timed_out = isinstance(getattr(error, "reason", None), TimeoutError)  # while connecting
+                problem, may_pass = f"does not answer {path}: {error}", not (timed_out or isinstance(error, ValueError))
+            if not may_pass or attempt + 1 == ATTEMPTS:
+                raise self._error(problem)
+            time.sleep(PAUSE_SECONDS * 2**attempt)
         raise AssertionError("the last attempt returns or raises")
 
     def _read(self, answer: bytes, read: Any) -> Any:

@@ -16,9 +16,8 @@ from hybrid3d.families.values import abbreviate, config_problems
 from hybrid3d.inputs.files import TOKENIZER_FILES
 from hybrid3d.inputs.tokenizer_files import check_tokenizer_files, read_end_tokens
 from hybrid3d.reshard.file_index import INDEX_FILE, SINGLE_FILE, CheckpointError
-from hybrid3d.rl.data import PromptData, encode_pair
+from hybrid3d.rl.data import PromptData
 from hybrid3d.rl.data_files import DataError
-from hybrid3d.rl.preference_data import Pair, PairData
 from hybrid3d.storage.user_files import UnreadableFile, check_regular_file, read_json_file
 
 # Keys that every family needs; none of them has a default that all families share.
@@ -207,7 +206,7 @@ def read_tokenizer(recipe: Recipe) -> Any:
 def read_data(recipe: Recipe, config: Config, tokenizer: Any) -> tuple[PromptData, dict[str, PromptData]]:
     """Read the training prompts, and the held-out ones by the names of their files: `eval` is that of `data.eval`.
 
-    With `dpo` those of `data` are `PairData`.
+    With `dpo` those of `data` are pairs.
 
     Raises:
         DataError: a file, a column or a row cannot be used.
@@ -218,36 +217,28 @@ def read_data(recipe: Recipe, config: Config, tokenizer: Any) -> tuple[PromptDat
     how: dict[str, Any] = dict(
         tokenizer=tokenizer,
         prompt=data.prompt,
+        answer=data.answer,
         chat_template=data.chat_template,
         overlong=data.overlong,
         max_invalid_fraction=data.max_invalid_fraction,
         max_prompt_tokens=limit,
         seed=recipe.run.seed,
         end_tokens=read_end_tokens(Path(recipe.model.path)),
+        remedy="raise rollout.max_model_len (or lower rollout.max_new_tokens), " if rollout else "",
     )
-
-    def read(path: str) -> PromptData:
-        return PromptData.read(path, answer=data.answer, **how)
-
-    def read_pairs(path: str) -> PromptData:
-        return PairData.read_pairs(path, chosen=data.chosen, rejected=data.rejected, max_tokens=longest, **how)
-
-    of_data = read_pairs if recipe.algorithm.uses_pairs else read
-    if recipe.algorithm.name == "sft":
-        train = PromptData.read(data.train, answer=data.answer, trains_answers=True, **how)
-    else:
-        train = of_data(data.train)
-    held_out = {"eval": of_data(data.eval)} | {name: read(path) for name, path in recipe.evaluation.data.items()}
+    of_data = of_train = how
+    if recipe.algorithm.uses_pairs:
+        of_data = of_train = how | dict(answer=data.chosen, rejected=data.rejected, max_tokens=longest)
+    elif recipe.algorithm.name == "sft":
+        of_train = how | dict(max_tokens=longest)
+    train, held_out = PromptData.read(data.train, **of_train), {"eval": PromptData.read(data.eval, **of_data)}
+    held_out |= {name: PromptData.read(path, **how) for name, path in recipe.evaluation.data.items()}
     _check_special_tokens(recipe, config, tokenizer)
     for prompts in (train, *held_out.values()):
         for example in prompts.examples:
             _check_tokens(f"{prompts.path}: row {example.row} (from 0)", example.prompt_ids, config, tokenizer)
-            for tokens in (example.chosen, example.rejected) if isinstance(example, Pair) else ():
+            for tokens in example.trained:
                 _check_trained(f"{prompts.path}: row {example.row} (from 0)", tokens, recipe, config, tokenizer)
-    if recipe.algorithm.name == "sft":
-        for example in train.examples:
-            tokens, _ = encode_pair(tokenizer, example, config["max_position_embeddings"])
-            _check_trained(f"{data.train}: row {example.row} (from 0)", tokens, recipe, config, tokenizer)
     return train, held_out
 
 

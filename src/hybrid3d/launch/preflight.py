@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from hybrid3d import distributed
+from hybrid3d import launch_environment
 from hybrid3d.config import ModelShape, Recipe, RecipeError, check_layout, load_recipe
 from hybrid3d.config.schema import flatten_settings, to_raw
 from hybrid3d.errors import UserMistake
@@ -33,11 +33,10 @@ from hybrid3d.reshard.move.nixl_agent import load_nixl
 from hybrid3d.reshard.plan.layout import Shape
 from hybrid3d.rl.data import MAX_ROWS_IN_MESSAGE, PromptData
 from hybrid3d.rl.data_files import DataError
-from hybrid3d.rl.preference_data import PairData
 from hybrid3d.run.folder import RunFolder, checkpoint_folder, recorded_folder
 from hybrid3d.run.trackers import find_problems
-from hybrid3d.scoring.function_scorer import check_reward
 from hybrid3d.scoring.functions import check_references
+from hybrid3d.scoring.scorer import check_reward
 from hybrid3d.storage.manifest import check_sizes, read_manifest
 
 MAX_DIFFERENCES = 20  # differing keys of two recipes that a message lists
@@ -190,7 +189,7 @@ def check_data_references(recipe: Recipe, train: PromptData, held_out: Mapping[s
         refused = check_references(recipe.reward.name, ((example.row, example.answer) for example in data.examples))
         if refused:
             first = [f"  row {row} (from 0): {reason}" for row, reason in list(refused.items())[:MAX_ROWS_IN_MESSAGE]]
-            column = recipe.data.chosen if isinstance(data, PairData) else recipe.data.answer
+            column = recipe.data.chosen if data.examples[0].rejected_ids else recipe.data.answer
             message = (
                 f"{path}: reward.name={recipe.reward.name} cannot use {len(refused)} of "
                 f"{len(data.examples)} references in column {column!r}: fix or remove these rows"
@@ -221,7 +220,7 @@ def _check_reads_tokens(path: str, key: str, config: Config, policy: Config, rec
     """Check that a model beside the policy fits the train layout, and reads sequences of the policy's tokens."""
     family = family_of(config)
     check_against_transformers(Path(path) / "config.json", config, family)
-    shape = ModelShape.from_config(config, experts=family.experts(config), latents=family.latents(config))
+    shape = ModelShape.of(config)
     train = replace(recipe.train, router_replay="none")  # which is the policy's alone
     check_layout(replace(recipe, rollout=None, train=train), shape, device=None)
     if config["vocab_size"] != policy["vocab_size"]:
@@ -288,7 +287,7 @@ def check_folder(recipe: Recipe) -> None:
     old, new = (flatten_settings(to_raw(r)) for r in (load_recipe(folder.recipe), recipe))
     keys = [key for key in differing_keys(old, new) if not FREE.fullmatch(key)]
     if not keys:
-        if not distributed.under_launcher() or distributed.rank() == 0:
+        if not launch_environment.under_launcher() or launch_environment.rank() == 0:
             check_last(folder, recipe)
         return
     lines = [f"  {key} is {format_setting(new, key)}, the run started with {format_setting(old, key)}" for key in keys]
@@ -312,11 +311,11 @@ def check_fit(recipe: Recipe) -> None:
         RecipeError: it does not fit; with the numbers, and the nearest layouts that do.
     """
     from hybrid3d.planning.hardware import hardware_of
-    from hybrid3d.planning.isolated import run_in_subprocess
+    from hybrid3d.planning.kept_placement import run_in_subprocess
 
     weights = sum(math.prod(entry.shape) for entry in read_index(recipe.model.path).values()) * 4
     is_small = 100 * weights <= hardware_of(recipe.machine).memory_bytes
-    if recipe.rollout is None or is_small or (distributed.under_launcher() and distributed.rank() > 0):
+    if recipe.rollout is None or is_small or (launch_environment.under_launcher() and launch_environment.rank() > 0):
         return
     misfit = json.loads(run_in_subprocess("hybrid3d.planning.fitting", recipe))
     if misfit is not None:

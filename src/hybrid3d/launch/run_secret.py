@@ -83,13 +83,14 @@ def adopt_secret(recipe: Recipe, folder: RunFolder, store: Store, rank: int) -> 
     while True:
         try:
             found = _read(path, is_proof)
-        except FileNotFoundError:
-            found = b""
+            problem = "is not the file that rank 0 has written"
+        except OSError as error:  # not there yet; NFS says ESTALE of a file that was just replaced
+            found, problem = b"", f"cannot be read ({error.strerror})"
         if hashlib.sha256(found).hexdigest() == wanted:
             set_secret(found)
             return
         if time.monotonic() > end:
-            raise SecretError(f"{path} is not the file that rank 0 has written: do all nodes see the same folder?")
+            raise SecretError(f"{path} {problem}: do all nodes see the same folder?")
         time.sleep(POLL_SECONDS)
 
 

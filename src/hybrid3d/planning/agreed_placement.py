@@ -16,19 +16,19 @@ from pathlib import Path
 import numpy as np
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from hybrid3d import distributed
-from hybrid3d.config import Recipe, load_recipe
+from hybrid3d import launch_environment
+from hybrid3d.config import Recipe
+from hybrid3d.config.load import load_derived
 from hybrid3d.inputs.models import read_config
 from hybrid3d.ledger import share
 from hybrid3d.planning.engine_queries import query_engines
-from hybrid3d.planning.isolated import EngineQueryFailed
-from hybrid3d.planning.kept_placement import find_placement, is_computed
+from hybrid3d.planning.kept_placement import EngineQueryFailed, find_placement, is_computed
 from hybrid3d.reshard.plan.classes import TensorClass, classify_tensors, rank_groups, signature_of
 from hybrid3d.reshard.plan.layout import Demand, Holdings
 from hybrid3d.reshard.plan.placement import MissingBytes, assign_slots, consecutive_slots, count_missing_bytes
 
 
-def broadcast_placement(recipe: Recipe, store: Store, folder: Path) -> tuple[int, ...]:
+def choose_placement(recipe: Recipe, store: Store, folder: Path, restart_count: int) -> tuple[int, ...]:
     """Return the slot of each rank that generates, which rank 0 computes and shares through the store.
 
     Slots are numbered over all engines: engine e has `rollout.tp` x `rollout.dp` slots, from e times that number on.
@@ -36,6 +36,7 @@ def broadcast_placement(recipe: Recipe, store: Store, folder: Path) -> tuple[int
     Args:
         store: the store of the rendezvous, as the default process group does not exist yet.
         folder: that of the run, in which the placement is kept: see `kept_placement.py`.
+        restart_count: how often the ranks have been started again.
 
     Raises:
         RuntimeError: on every rank, if rank 0 could not query the engines.
@@ -49,15 +50,10 @@ def broadcast_placement(recipe: Recipe, store: Store, folder: Path) -> tuple[int
         except EngineQueryFailed as error:
             return str(error)
 
-    slots_or_error = share(store, distributed.rank(), "slots", find)
+    slots_or_error = share(PrefixStore(f"start/{restart_count}", store), launch_environment.rank(), "slots", find)
     if isinstance(slots_or_error, str):
         raise RuntimeError(f"the placement of ranks could not be computed: {slots_or_error}")
     return tuple(slots_or_error)
-
-
-def choose_placement(recipe: Recipe, store: Store, folder: Path, restart_count: int) -> tuple[int, ...]:
-    """Return the slot of each rank in the rollout layout; vLLM is imported only by ranks that generate."""
-    return broadcast_placement(recipe, PrefixStore(f"start/{restart_count}", store), folder)
 
 
 def compute_slots(recipe: Recipe) -> list[int]:
@@ -126,4 +122,4 @@ def compute_placement(
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(json.dumps(compute_slots(load_recipe(sys.argv[1]))), encoding="utf-8")
+    Path(sys.argv[2]).write_text(json.dumps(compute_slots(load_derived(sys.argv[1]))), encoding="utf-8")

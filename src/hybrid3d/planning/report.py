@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from hybrid3d.config import Recipe
-from hybrid3d.families import Config
+from hybrid3d.families import Config, family_of
 from hybrid3d.inputs.adapters import check_adapted_layers
 from hybrid3d.planning.checkpoint_memory import CheckpointMemory, estimate_checkpoint
 from hybrid3d.planning.engine_queries import ProgressCallback, query_engines
@@ -27,10 +28,16 @@ from hybrid3d.planning.estimates import (
 from hybrid3d.planning.fitting import check_memory
 from hybrid3d.planning.hardware import Hardware, hardware_of
 from hybrid3d.planning.memory import MemoryEstimate, max_over_stages
-from hybrid3d.planning.samples import SampleTraffic, predict_samples
 from hybrid3d.planning.traffic import SyncTraffic, compute_sync_traffic, without_collector
 from hybrid3d.reshard.plan.placement import consecutive_slots
 from hybrid3d.train.megatron.probe import expected_shapes
+
+# Bytes of a pickled token: its number, and its text
+PROMPT_TOKEN = 4 + 4
+# The same, its log-probability, and whether the policy generated it; the versions of weights are few
+ANSWER_TOKEN = PROMPT_TOKEN + 4 + 1
+ANSWER = 500  # of an answer besides its tokens
+MANY_EXPERTS = 256  # more have numbers of two bytes
 
 
 @dataclass(frozen=True)
@@ -126,7 +133,7 @@ class PlanReport:
                 "kv_cache": self.memory.kv_cache,
                 "kv_cache_tokens": self.memory.kv_tokens,
             },
-            **({} if changed is None else _changed_numbers(changed)),
+            **({} if changed is None else _changed_numbers(changed, self.recipe)),
             **({} if adapters is None else _adapter_numbers(adapters)),
         }
 
@@ -140,7 +147,7 @@ def _changed_seconds(changed: ChangedSync) -> dict[str, float]:
     }
 
 
-def _changed_numbers(changed: ChangedSync) -> dict[str, Any]:
+def _changed_numbers(changed: ChangedSync, recipe: Recipe) -> dict[str, Any]:
     return {
         "changed_fraction": changed.fraction,
         "delta_bytes": changed.delta_bytes,
@@ -150,7 +157,7 @@ def _changed_numbers(changed: ChangedSync) -> dict[str, Any]:
         "max_delta_launches": round(changed.work.launches),
         "max_delta_host_waits": round(changed.work.host_waits),
         "max_delta_touched_bytes": round(changed.work.moved_bytes(changed.fraction)),
-        "delta_chosen": changed.is_faster,
+        "delta_chosen": changed.is_faster and recipe.can_sync_changes,
     }
 
 
@@ -201,3 +208,58 @@ def make_report(
 
 def _spread(of_ranks: np.ndarray) -> dict[str, float]:
     return {"min": int(of_ranks.min()), "mean": float(of_ranks.mean()), "max": int(of_ranks.max())}
+
+
+@dataclass(frozen=True)
+class SampleTraffic:
+    """The samples of a step.
+
+    Attributes:
+        answers: how many there are.
+        answer_bytes: of all of them, without choices of experts.
+        choice_bytes: of all choices of experts; 0 unless they are replayed.
+        received: [ranks], what each rank receives.
+    """
+
+    answers: int
+    answer_bytes: int
+    choice_bytes: int
+    received: np.ndarray
+
+
+def predict_samples(recipe: Recipe, config: Config) -> SampleTraffic:
+    """Predict what each rank receives of a step's samples, of one batch of prompts.
+
+    Every rank that trains gets each answer once, except for those that it has generated for its replica, and the ranks
+    of a data-parallel rank get the choices of experts of its share. Ranks that only generate get nothing. Answers are
+    taken to be as long as the recipe allows, so that these are upper bounds; what is sent is pickled
+    (`generation/exchange.py`).
+    """
+    rollout, algorithm = recipe.rollout, recipe.algorithm
+    assert rollout is not None, "there is no sync to plan without"
+    if not algorithm.generates:
+        return SampleTraffic(0, 0, 0, np.zeros(recipe.sync_ranks, np.int64))
+    answers = algorithm.prompts_per_step * (algorithm.samples_per_prompt + algorithm.uses_greedy_answers)
+    tokens = min(rollout.max_new_tokens, rollout.max_model_len)
+    prompt = rollout.max_model_len - tokens
+    answer_bytes = answers * (ANSWER + prompt * PROMPT_TOKEN + tokens * ANSWER_TOKEN)
+    experts = family_of(config).experts(config)
+    choice_bytes = 0
+    if recipe.train.router_replay == "rollout" and experts is not None:
+        numbers = sum(experts.sparse) * experts.per_token * (1 if experts.count <= MANY_EXPERTS else 2)
+        choice_bytes = answers * (rollout.max_model_len - 1) * numbers
+    received = np.zeros(recipe.sync_ranks, np.int64)
+    received[: recipe.train_ranks] = answer_bytes + math.ceil(choice_bytes / recipe.train.dp)
+    if recipe.is_split:  # the first rank gets everything from the engines
+        received[0] = answer_bytes + choice_bytes
+    else:
+        replicas = recipe.generation_ranks // rollout.tp
+        own = answer_bytes // replicas
+        received[_leading(recipe)] -= own
+    return SampleTraffic(answers, answer_bytes, choice_bytes, received)
+
+
+def _leading(recipe: Recipe) -> np.ndarray:
+    """Return a rank of each replica; which one it is depends on the placement."""
+    assert recipe.rollout is not None, "checked by the caller"
+    return np.arange(0, recipe.generation_ranks, recipe.rollout.tp)

@@ -19,10 +19,11 @@ from hybrid3d.run.identity import check_origin
 # Settings that decide on what a step computes from its weights and samples. Others may differ between equal runs.
 CAUSES = (
     *("model.dtype", "train.expert_bias_update_rate", "train.router_replay"),
-    *("train.fp8", "train.mtp_loss_coef"),
+    *("train.fp8", "train.mtp_loss_coef", "lora.rank", "lora.alpha", "lora.target_modules"),
     *("rollout.temperature", "rollout.max_new_tokens"),
     *("reward.model", "debug.shuffle_rewards", "reward.overlong_buffer", "reward.min", "reward.max", "reward.whiten"),
     *("reward.coef", "algorithm.*", "optimizer.*", "critic.*", "run.seed"),
+    *("guard.spike", "guard.kl_explosion"),
 )
 BEFORE, AFTER = "weights before the step", "updated weights"
 INPUTS = ("settings", BEFORE, "progress", "samples")  # kinds of differences that no layout explains
@@ -43,6 +44,11 @@ SAMPLE_FIELDS = {
     "versions": "weight versions",
     "logprobs": "log-probabilities of the rollout",
     "experts": "experts of the rollout",
+    "truncated": "mark of a cut answer",
+    "branch": "number of the branch",
+    "last": "mark of the last branch",
+    "scored": "mark of a known reward",
+    "baseline_tokens": "length of the greedy answer",
 }
 FIRST_METRICS = ("critic/grad_norm", "train/grad_norm", "critic/lr", "train/lr")  # what the updates depend on
 
@@ -196,10 +202,12 @@ def _sample_differences(one: StepRecord, other: StepRecord) -> Iterator[Differen
         differing = [number for number, (a, b) in enumerate(pairs) if not _equal(a, b)]
         if differing:
             (a, b), number = pairs[differing[0]], differing[0]
-            place, values = f"the {name} of sample {number}", (f"{len(a)} of them", f"{len(b)} of them")
-            position = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
-            if position is not None:
-                place, values = f"{place} at position {position}", (str(a[position]), str(b[position]))
+            place, values = f"the {name} of sample {number}", (str(a), str(b))
+            if not isinstance(a, int):  # a sequence
+                values = f"{len(a)} of them", f"{len(b)} of them"
+                position = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+                if position is not None:
+                    place, values = f"{place} at position {position}", (str(a[position]), str(b[position]))
             yield Difference(one.step, "samples", place, values, others=_count(len(differing) - 1, "more sample"))
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hybrid3d.config import Async, Recipe, RecipeError, Reward, RoleRanks, Rollout, Sync, read_recipe
-from hybrid3d.config.schema import apply_overrides, to_raw
+from hybrid3d.config import Async, Recipe, RecipeError, Reward, RoleRanks, Rollout, Sync
+from hybrid3d.config.load import with_overrides
 from hybrid3d.errors import UserMistake
 from hybrid3d.run.folder import RunFolder, checkpoint_steps, recorded_steps
 
@@ -75,10 +75,7 @@ def training_recipe(recipe: Recipe, overrides: Sequence[str] = ()) -> Recipe:
     others = [text for text in overrides if not text.strip().startswith("train.")]
     if others:
         raise RecipeError("replay", [f"{text}: only settings of train can differ in a replay" for text in others])
-    problems: list[str] = []
-    raw = to_raw(reduced)
-    apply_overrides(raw, overrides, problems)
-    return read_recipe(raw, recipe.name, problems)
+    return with_overrides(reduced, overrides)
 
 
 def _listed(steps: Sequence[int]) -> str:

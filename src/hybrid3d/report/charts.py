@@ -162,7 +162,7 @@ def nice_ticks(low: float, high: float, count: int, whole: bool = False) -> list
 def format_number(value: float) -> str:
     """Return a number with at most four significant digits, without needless zeros."""
     if value == 0 or 1e-3 <= abs(value) < 1e6:
-        return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+        return f"{value:,.4g}" if abs(value) < 9_999.5 else f"{value:,.0f}"
     return f"{value:.3g}"
 
 

@@ -16,9 +16,9 @@ from hybrid3d.report import tables
 from hybrid3d.report.charts import TREND_SPANS, Points, format_value, thin, trend
 from hybrid3d.report.memory import MEASURED_ON, memory_columns, memory_table, rank_memory_table
 from hybrid3d.report.panels import OTHER, draw_sections, event_details
-from hybrid3d.report.phases import NOT_OF_THE_STEP, STEP, attribute, meaning_of, phases_of
 from hybrid3d.report.run_data import Row, RunRecords, settings_as_yaml
 from hybrid3d.report.samples import SampleSelection, shorten
+from hybrid3d.report.tables import NOT_OF_THE_STEP, STEP, attribute, meaning_of, phases_of
 from hybrid3d.report.timeline import ACTIVITIES, RankSpans, Timeline, cause_text
 from hybrid3d.report.timeline import OTHER as OTHER_ACTIVITY
 
@@ -36,21 +36,13 @@ MAX_SETTINGS = 60_000  # characters of the recipe's settings
 MAX_TIMELINE_ROWS, MAX_SPANS, MAX_ROLES = 64, 1500, 20
 MAX_PHASES = 30  # metrics under time/ in the table of a step
 
+# fmt: off
 WARNINGS = {
-    *(
-        "sync_corrupted",
-        "engine_lost",
-        "sync_failed",
-        "no_engine",
-        "reward_worker_lost",
-        "no_reward_worker",
-        "tracker_failed",
-        "out_of_memory",
-        "disk_low",
-    ),
-    *("reward_failed", "engines_disagree", "bound_left", "batch_skipped", "kl_fixed", "checkpoint_unwritten"),
-    *("checkpoint_broken", "control_refused"),
+    "sync_corrupted", "engine_lost", "sync_failed", "no_engine", "reward_worker_lost", "no_reward_worker",
+    "tracker_failed", "out_of_memory", "disk_low", "reward_failed", "engines_disagree", "bound_left", "batch_skipped",
+    "kl_fixed", "checkpoint_unwritten", "checkpoint_broken", "control_refused",
 }
+# fmt: on
 
 
 def make_page(

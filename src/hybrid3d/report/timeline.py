@@ -13,7 +13,7 @@ from typing import Any
 
 from hybrid3d.run.timeline import PEAK
 
-ACTIVITIES = ("sync", "eval", "generate", "reward", "train", "wait")
+ACTIVITIES = ("sync", "eval", "generate", "reward", "train", "record", "wait")
 OTHER, IDLE = "other", "wait"
 NOBODY = "no rank has an activity"
 MAX_BYTES = 2**27  # of the file
@@ -21,7 +21,7 @@ MAX_ROLE = 60  # characters of a role's name
 MAX_PEAK = 1e18  # bytes
 
 
-CAUSES = {"eval": "evaluate", "reward": "compute rewards", OTHER: "do other work"}
+CAUSES = {"eval": "evaluate", "reward": "compute rewards", "record": "record the step", OTHER: "do other work"}
 
 
 def cause_text(cause: str) -> str:

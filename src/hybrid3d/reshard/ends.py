@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hybrid3d.reshard.delta.changes import Changes
+from hybrid3d.reshard.delta.encoding import Changes
 from hybrid3d.reshard.move.memory import strided_view
 from hybrid3d.reshard.plan.classes import Group
 from hybrid3d.reshard.plan.layout import Demand, Fill, Holdings, Piece, Shape

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import reprlib
 import stat
@@ -198,11 +197,9 @@ def _check_not_quantized(folder: Path) -> None:
 def _read_block_size(folder: Path) -> tuple[int, int]:
     """Return the rows and columns of a block that shares one scale, from config.json."""
     try:
-        rows, columns = json.loads((folder / "config.json").read_text(encoding="utf-8"))["quantization_config"][
-            "weight_block_size"
-        ]
+        rows, columns = _quantization_of(folder)["weight_block_size"]
         return int(rows), int(columns)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{folder} has FP8 weights, but its config.json has no quantization_config.weight_block_size: {error!r}"
         ) from None

@@ -30,16 +30,6 @@ def file_pieces(entries: Mapping[str, TensorEntry]) -> tuple[Piece, ...]:
     )
 
 
-def file_holdings(entries: Mapping[str, TensorEntry]) -> Holdings:
-    """Return the holdings of `FILES` in a load: every tensor."""
-    return Holdings(file_pieces(entries))
-
-
-def file_demand(entries: Mapping[str, TensorEntry]) -> Demand:
-    """Return the demand of `FILES` in an export: every tensor."""
-    return Demand(file_pieces(entries))
-
-
 class CheckpointReader:
     """A `Source` that reads pieces from the files of a checkpoint, and of each tensor only the slice that is needed."""
 
@@ -185,7 +175,7 @@ def load_files(
         PlanError: the files lack a wanted tensor or a part of it.
     """
     entries = read_index(folder, single_file)
-    plan = local_plan(rank, {FILES: file_holdings(entries)}, {rank: demand})
+    plan = local_plan(rank, {FILES: Holdings(file_pieces(entries))}, {rank: demand})
     sink = NamedTensors(tensors)
     with CheckpointReader(folder, entries) as source, torch.no_grad():
         run_local_plan(plan, source, sink)
@@ -212,7 +202,7 @@ def export_files(
         PlanError: no rank holds a tensor that is to be written, or a part of it.
     """
     wanted = {name: entry for name, entry in entries.items() if name not in excluded}
-    plan = local_plan(rank, holdings, {FILES: file_demand(wanted)})
+    plan = local_plan(rank, holdings, {FILES: Demand(file_pieces(wanted))})
     run_local_plan(plan, source, NamedTensors(open_for_writing(folder, entries)))
 
 

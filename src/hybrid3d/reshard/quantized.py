@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from hybrid3d.reshard.delta.changes import Changes, num_bytes, pack_bits
+from hybrid3d.reshard.delta.encoding import Changes, num_bytes, pack_bits
 from hybrid3d.reshard.ends import ChangeSource, Exchange, WeightSource
 from hybrid3d.reshard.fp8 import (
     BLOCK,

@@ -13,10 +13,7 @@ from hybrid3d.reshard.exchange import JsonExchange
 from hybrid3d.reshard.move.device import synchronize
 from hybrid3d.reshard.move.executor import ExecutionReport, Executor
 from hybrid3d.reshard.move.transport import make_transport
-from hybrid3d.reshard.plan.classes import canonical_shapes, signature_of
-from hybrid3d.reshard.plan.coverage import check_arrivals, lower_bound, route_sync
-from hybrid3d.reshard.plan.layout import LocalPieces
-from hybrid3d.reshard.plan.planner import RankPlan
+from hybrid3d.reshard.sync_plan import plan_sync
 
 BUCKET_BYTES = 64 * 2**20
 ONE_NODE = 1 << 30
@@ -27,8 +24,17 @@ class CorruptTensors(RuntimeError):
     """Raised if tensors arrived otherwise than they were sent."""
 
     def __init__(self, names: Sequence[str]):
-        more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-        super().__init__(f"{len(names)} tensors arrived corrupted: {', '.join(names[:LISTED])}{more}")
+        super().__init__(f"{len(names)} tensors arrived corrupted: {listed(names)}")
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first names, and the number of the others, for a message."""
+    return ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
+
+
+def corrupted_on_any(names: Sequence[str] | None, exchange: Exchange) -> tuple[str, ...]:
+    """Return the corrupted tensors of all ranks, sorted; the ranks also wait for each other here."""
+    return tuple(sorted({name for _, of_ranks in exchange.unique(names) for name in of_ranks or ()}))
 
 
 class Resharder:
@@ -63,31 +69,16 @@ class Resharder:
                 network once. By default all ranks share one.
 
         Raises:
-            PlanError: a rank wants what no rank holds, or ranks hold a tensor that none wants.
+            PlanError: a rank wants what no rank holds, ranks hold a tensor that none wants, or they differ in
+                `bucket_bytes` or `ranks_per_node`.
         """
         self.source, self.sink = source, sink
         self.exchange: Exchange = JsonExchange(group, ranks)
         self._device = torch.device(device)
         self._transport = make_transport(self._device, group, ranks_per_node, ranks)
-        self.plan = self._make_plan(bucket_bytes, ranks_per_node)
-        rank, held, wanted = self.exchange.rank, source.holdings, sink.demand
-        self.lower_bound = lower_bound({rank: held}, {rank: wanted})[rank]
+        planned = plan_sync(source, sink, self.exchange, bucket_bytes, ranks_per_node)
+        self.plan, self.lower_bound = planned.current, planned.lower_bound
         self._executor: Executor | None = None
-
-    def _make_plan(self, bucket_bytes: int, ranks_per_node: int) -> RankPlan:
-        exchange, rank, held = self.exchange, self.exchange.rank, self.source.holdings
-        holders = exchange.unique(signature_of(held))
-        wanted = self.sink.demand_for(canonical_shapes(signature for _, signature in holders))
-        readers = exchange.unique(signature_of(wanted))
-        self.source.agree(
-            holders, {kind for _, kinds in exchange.unique(set(self.sink.rounded_scales)) for kind in kinds}
-        )
-        routes = route_sync(holders, readers, bucket_bytes, ranks_per_node)
-        transfers = routes.rank_transfers(rank, LocalPieces({rank: held}, {rank: wanted}))
-        plan = routes.plan(rank, transfers, routes.bucket_boundaries([transfers], exchange.minimum))
-        check_arrivals(plan, wanted)
-        self.sink.prepare(plan.layers)
-        return plan
 
     def bind(self) -> None:
         """Read and write the tensors where they are now: to be called by a rank whose tensors have moved in memory."""
@@ -105,13 +96,13 @@ class Resharder:
         """
         if self._executor is None:
             self._executor = Executor(self.plan, self.source, self.sink, self._transport, self._device)
-        self.source.begin()
-        self.sink.begin()
         try:
+            self.source.begin()
+            self.sink.begin()
             self.source.complete(self.exchange)
             report = self._executor.run(verify)
             self.sink.end()
-            corrupted = self._corrupted_anywhere(report)
+            corrupted = corrupted_on_any(report.corrupted, self.exchange)
         except BaseException:
             self.source.abandon()
             self.sink.abandon()
@@ -122,7 +113,3 @@ class Resharder:
             raise CorruptTensors(corrupted)
         self.sink.commit(version)
         return replace(report, corrupted=corrupted if verify else None)
-
-    def _corrupted_anywhere(self, report: ExecutionReport) -> tuple[str, ...]:
-        """Return the tensors that arrived corrupted on some rank; the ranks also wait for each other here."""
-        return tuple(sorted({name for _, names in self.exchange.unique(report.corrupted or ()) for name in names}))

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack
 
 import torch
 
-from hybrid3d.reshard.delta.changes import Changes, count_bits, num_bytes, pack_bits
+from hybrid3d.reshard.delta.encoding import Changes, count_bits, num_bytes, pack_bits
 from hybrid3d.reshard.ends import NOTHING_TRACKED, ChangeSource, Exchange, WeightSource
 from hybrid3d.reshard.move.device import device
 from hybrid3d.reshard.move.memory import strided_view

@@ -7,7 +7,8 @@ strip and join. So a part is encoded and decoded behind what stands before it, e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -72,6 +73,15 @@ class TokenTexts:
 
     def __len__(self) -> int:
         return len(self._tokenizer)
+
+    @cached_property
+    def tokens_with(self) -> Mapping[str, Sequence[int]]:
+        """The tokens whose text contains a character, by character; it takes a second to decode all tokens."""
+        found: dict[str, list[int]] = {}
+        for token in range(len(self)):
+            for character in set(self.decode([token])):
+                found.setdefault(character, []).append(token)
+        return found
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of tokens in the middle of a text."""

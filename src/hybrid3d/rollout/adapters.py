@@ -19,7 +19,7 @@ from vllm.lora.request import LoRARequest
 from hybrid3d.config import Lora
 from hybrid3d.families import PEFT_PREFIX, is_adapted, module_of
 from hybrid3d.reshard.ends import NamedTensors
-from hybrid3d.reshard.plan.layout import Demand, Piece, Shape
+from hybrid3d.reshard.plan.layout import Demand, Shape
 from hybrid3d.rollout.loader_trace import Destination, UnsupportedLoader, record_copies
 from hybrid3d.rollout.sink import EngineSink, SinkOwner
 
@@ -70,7 +70,7 @@ def register_adapter(manager: LoRAModelManager, lora: Lora) -> None:
     manager.activate_adapter(ADAPTER.lora_int_id)
 
 
-class VllmAdapterSink(EngineSink):
+class VllmAdapterSink(EngineSink, NamedTensors):
     """The demand of one vLLM rank for adapters, and the sink (`reshard.ends.WeightSink`) that receives them.
 
     Attributes:
@@ -88,23 +88,19 @@ class VllmAdapterSink(EngineSink):
             manager: what vLLM has wrapped the rank's model with.
             owner: the engine that has the model; by default there is none.
         """
-        super().__init__(owner)
+        EngineSink.__init__(self, owner)
         self._manager = manager
         self._scale = lora.alpha / lora.rank
-        self._slots: dict[str, torch.Tensor] = {}
+        slots: dict[str, torch.Tensor] = {}
         for name, module in manager.modules.items():
             for kind in ("a", "b"):
                 for number, stacked in enumerate(getattr(module, f"lora_{kind}_stacked")):
-                    self._slots[f"{name}.lora_{kind}_stacked.{number}"] = stacked
-        self._tensors = NamedTensors(self._slots)
+                    slots[f"{name}.lora_{kind}_stacked.{number}"] = stacked
+        NamedTensors.__init__(self, slots)
 
     def demand_for(self, shapes: Mapping[str, Shape]) -> Demand:
-        """Return the rank's demand, given the full shape of each matrix in PEFT's files."""
-        self.demand = self._record(self._manager, shapes)
-        return self.demand
-
-    def _record(self, manager: LoRAModelManager, shapes: Mapping[str, Shape]) -> Demand:
-        """Return where vLLM's `set_lora` writes what of the matrices of these names and shapes."""
+        """Return where vLLM's `set_lora` writes what of the matrices in PEFT's files, given their full shapes."""
+        manager = self._manager
         modules = {
             name: [f"{PEFT_PREFIX}{part}" for part in manager.packed_modules.get(name, [name])]
             for name in manager.modules
@@ -116,7 +112,7 @@ class VllmAdapterSink(EngineSink):
                 f"vLLM has no slot for {len(unknown)} adapters: {', '.join(unknown[:4])}: leave them out of "
                 "lora.target_modules, or set lora.sync=merged"
             )
-        dtype = next(iter(self._slots.values())).dtype
+        dtype = next(iter(self._tensors.values())).dtype
 
         def set_all(traced: Mapping[str, torch.Tensor]) -> None:
             for name, parts in modules.items():
@@ -126,11 +122,11 @@ class VllmAdapterSink(EngineSink):
                     with mock.patch.object(module, "reset_lora"):
                         module.set_lora(SLOT, *((a, b) if name in manager.packed_modules else (a[0], b[0])))
 
-        destinations = [Destination(name, tensor) for name, tensor in self._slots.items()]
-        return Demand(record_copies(set_all, shapes, dtype, destinations), ())
+        destinations = [Destination(name, tensor) for name, tensor in self._tensors.items()]
+        self.demand = Demand(record_copies(set_all, shapes, dtype, destinations), ())
+        return self.demand
 
-    def prepare(self, order: Sequence[int | None]) -> None:
-        pass
+    def prepare(self, order: Sequence[int | None]) -> None: ...
 
     def kept_tensors(self) -> set[str]:
         return set()
@@ -138,26 +134,15 @@ class VllmAdapterSink(EngineSink):
     def begin(self) -> None:
         """Begin a sync of all adapters: what none is written to in a slot must be 0, also after sleep mode."""
         super().begin()
-        for tensor in self._slots.values():
+        for tensor in self._tensors.values():
             tensor.zero_()
 
-    def write(self, piece: Piece) -> torch.Tensor:
-        return self._tensors.write(piece)
+    def skip(self, layer: int | None) -> None: ...
 
-    def open(self, layer: int | None) -> None:
-        pass
-
-    def close(self, layer: int | None) -> None:
-        pass
-
-    def skip(self, layer: int | None) -> None:
-        pass
-
-    def abandon(self) -> None:
-        pass
+    def abandon(self) -> None: ...
 
     def end(self) -> None:
         """Scale B, as vLLM does when it loads an adapter, because its kernels do not."""
-        for name, tensor in self._slots.items():
+        for name, tensor in self._tensors.items():
             if ".lora_b_stacked." in name:
                 tensor.mul_(self._scale)

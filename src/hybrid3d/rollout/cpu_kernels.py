@@ -19,11 +19,6 @@ from vllm.platforms import PlatformEnum, current_platform
 from hybrid3d.reshard.fp8 import dequantize
 
 
-def has_kernels() -> bool:
-    """Return whether vLLM has kernels for weights in FP8 with block scales on this machine."""
-    return not current_platform.is_cpu() or torch.cpu._is_amx_tile_supported()
-
-
 class DequantizingLinear(Fp8BlockScaledMMLinearKernel):
     """Dequantizes a linear layer's weights each time that it computes."""
 
@@ -121,5 +116,5 @@ def with_dequantizing_experts(classes_of: Callable[[Fp8MoeBackend], list[Any]]) 
 
 
 def pack_for_kernels(pack: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `prepare_fp8_moe_layer_for_cpu` that packs experts only for the kernels that vLLM has."""
-    return pack if has_kernels() else lambda w13, w2: (w13, w2)
+    """Return a `prepare_fp8_moe_layer_for_cpu` that packs experts only for vLLM's kernels, if the machine has AMX."""
+    return pack if torch.cpu._is_amx_tile_supported() else lambda w13, w2: (w13, w2)

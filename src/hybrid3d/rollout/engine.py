@@ -41,8 +41,7 @@ from hybrid3d.rollout import patches
 from hybrid3d.rollout.adapters import ADAPTER, VllmAdapterSink, adapter_settings, manager_of, register_adapter
 from hybrid3d.rollout.fp8 import names_of, quantization_config
 from hybrid3d.rollout.router_replay import RoutedExperts
-from hybrid3d.rollout.sink import VllmSink
-from hybrid3d.rollout.sleep_allocator import load_sleep_allocator
+from hybrid3d.rollout.sink import SinkOwner, VllmSink
 from hybrid3d.rollout.truncation import LOGPROBS, kept_probability
 
 T = TypeVar("T")
@@ -121,7 +120,7 @@ def _override(config: Any, layers: int | None, quantization: dict[str, Any] | No
     return config
 
 
-class RolloutEngine:
+class RolloutEngine(SinkOwner):
     """One rank's vLLM. All ranks of a replica call every method together, with the same arguments.
 
     Attributes:
@@ -146,7 +145,6 @@ class RolloutEngine:
         self.replica, self.rank_in_replica = divmod(slots[rank], rollout.tp)
         self.replicas = len(slots) // rollout.tp
         self.leads, self.steps_together = self.rank_in_replica == 0, rollout.dp > 1
-        self.weight_version: int | None = None
         self.generated = (0, 0)
         self._submitted: dict[int, list[Completion]] = {}  # what each request has generated so far
         # Parts of requests cost Python for each token: vLLM is asked for them only where answers may be interrupted
@@ -373,7 +371,9 @@ class RolloutEngine:
         """Return the bytes of GPU memory that vLLM has freed until it wakes; torch counts them as allocated still."""
         if not self._asleep:
             return 0
-        blocks = load_sleep_allocator().pointer_to_data.values()
+        from vllm.device_allocator.cumem import CuMemAllocator  # loads a library that builds for CPUs lack
+
+        blocks = CuMemAllocator.get_instance().pointer_to_data.values()
         return sum(block.handle[1] for block in blocks if block.is_asleep)
 
 

@@ -34,6 +34,7 @@ from hybrid3d.patches import set_existing
 from hybrid3d.reshard.move.memory import DeviceBuffer, align_up, strided_view
 from hybrid3d.reshard.plan.classes import layer_of
 from hybrid3d.reshard.plan.layout import Fill, Shape, View
+from hybrid3d.rollout.loader_trace import span_bytes
 from hybrid3d.rollout.patches import VLLM, without_requantization
 
 Module = torch.nn.Module
@@ -99,7 +100,7 @@ class OpenUnit:
             for name, loader in _loader_tensors(module):
                 if not _same_layout(get_layer_tensors(module).get(name), loader):
                     self._extra[id(loader)] = loader, self.extra_bytes
-                    self.extra_bytes += align_up(_extent(loader))
+                    self.extra_bytes += align_up(span_bytes(loader))
 
     def place(self, buffer: DeviceBuffer) -> None:
         """Use this buffer as extra memory, and look up the memory of every tensor in loader layout."""
@@ -142,7 +143,7 @@ class OpenUnit:
             if live is not None and id(loader) not in self._extra:
                 return live.data
             _, offset = self._extra[id(loader)]
-            flat = self._buffer.flat_view(offset, _extent(loader), loader.dtype)
+            flat = self._buffer.flat_view(offset, span_bytes(loader), loader.dtype)
             return flat.as_strided(loader.shape, loader.stride())
 
         self._live = swap_in_loader_layout(self.unit.root, memory_for)
@@ -292,12 +293,6 @@ def padding_of(module: Module, name: str, tensor: torch.Tensor) -> tuple[torch.T
     if name == "w2_weight":
         return (tensor[:, :, width:],)
     return tuple(part[:, width:] for part in tensor.split(padded, 1))
-
-
-def _extent(tensor: torch.Tensor) -> int:
-    """Return the bytes that a tensor spans in memory."""
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.itemsize if tensor.numel() else 0
 
 
 def _as_parameter(recorded: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:

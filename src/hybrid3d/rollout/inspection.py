@@ -60,7 +60,7 @@ class Inspection:
         config.compilation_config.static_forward_context = {}
         config.compilation_config.static_all_moe_layers = []
         # vLLM shares one table of rotary embeddings among all models of a process
-        with mock.patch.dict(_ROPE_DICT, clear=True), set_current_vllm_config(config), _random_state_kept():
+        with mock.patch.dict(_ROPE_DICT, clear=True), set_current_vllm_config(config), torch.random.fork_rng():
             model = get_model(vllm_config=config)
         return FreshModel(model, config.compilation_config.static_forward_context)
 
@@ -160,9 +160,3 @@ class Inspection:
 
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=torch.Generator().manual_seed(7)).to(self._device)
-
-
-@contextlib.contextmanager
-def _random_state_kept() -> Iterator[None]:
-    with torch.random.fork_rng():
-        yield

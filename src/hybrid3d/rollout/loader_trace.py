@@ -248,7 +248,7 @@ def _count_writes(tensor: torch.Tensor, writes: list[tuple[View, Shape]]) -> tup
     """
     full = (View("", 0, tensor.stride()), tuple(tensor.shape))
     run = math.gcd(*(n for view, size in (full, *writes) for n in _run_divisors(view, size))) or 1
-    times = torch.zeros(_extent(tensor.shape, tensor.stride()) // run, dtype=torch.uint8)
+    times = torch.zeros(span_bytes(tensor) // tensor.itemsize // run, dtype=torch.uint8)
 
     def runs(view: View, size: Shape) -> torch.Tensor:
         dims = [(n // run, 1) if s == 1 else (n, s // run) for n, s in zip(size, view.stride, strict=True) if n != 1]
@@ -266,6 +266,7 @@ def _run_divisors(view: View, size: Shape) -> list[int]:
     return [view.offset, row, *(s for _, s in dims if s != 1)]
 
 
-def _extent(shape: Shape, stride: tuple[int, ...]) -> int:
-    """Return the number of elements that a strided tensor spans in memory."""
-    return 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if math.prod(shape) else 0
+def span_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes that a strided tensor spans in memory."""
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize if tensor.numel() else 0

@@ -119,14 +119,3 @@ class _OutputWithExperts(AsyncModelRunnerOutput):
     def get_kv_connector_output(self) -> Any:  # vLLM asks for it since 0.33
         whole = isinstance(self._output, AsyncModelRunnerOutput)
         return self._output.get_kv_connector_output() if whole else self._output.kv_connector_output
-
-
-def without_check(check: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace `VllmConfig._verify_aux_output_compatibility`, which allows only the V2 model runner, on CPU."""
-    from vllm.platforms import current_platform
-
-    def checked(self: Any) -> None:
-        if not current_platform.is_cpu():
-            check(self)
-
-    return checked

@@ -9,7 +9,6 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -36,36 +35,26 @@ DERIVED_PARAMETERS = ("W_UV", "W_UK_T")
 MAX_OPEN_UNITS = 2
 
 
-class SinkOwner(Protocol):
-    """The engine whose weights a sink receives.
+class SinkOwner:
+    """The engine whose weights a sink receives; this one stands for that of a model which only receives weights.
 
     Attributes:
         weight_version: of its weights; None while they are incomplete.
         discards_weights: whether its weights are freed between syncs.
     """
 
-    weight_version: int | None
-    discards_weights: bool
-
-    def reset_cache(self) -> None:
-        """Drop what was computed with older weights."""
-        ...
-
-
-class NoOwner:
-    """Stands for the engine of a model that only receives weights."""
-
     weight_version: int | None = None
     discards_weights = False
 
-    def reset_cache(self) -> None: ...
+    def reset_cache(self) -> None:
+        """Drop what was computed with older weights."""
 
 
 class EngineSink:
     """The part of a sink (`reshard.ends.WeightSink`) that concerns the engine which has the weights."""
 
     def __init__(self, owner: SinkOwner | None):
-        self._owner: SinkOwner = owner or NoOwner()
+        self._owner = owner or SinkOwner()
 
     @property
     def version(self) -> int | None:
@@ -123,27 +112,25 @@ class VllmSink(EngineSink):
 
     def demand_for(self, shapes: Mapping[str, Shape]) -> Demand:
         with unwrapped_layers(self._model):
-            self.demand = self._record(self._model, self._vllm_config, shapes)
-        return self.demand
-
-    def _record(self, model: torch.nn.Module, vllm_config: VllmConfig, shapes: Mapping[str, Shape]) -> Demand:
-        live = swap_in_loader_layout(model, allocate_on_meta())
-        try:
-            destinations = [
-                Destination(name, tensor, padding_of(module, key, tensor))
-                for name, module, key, tensor in tensors_of(model)
-                if key not in DERIVED_PARAMETERS and not isinstance(tensor, KVCacheScaleParameter)
-            ]
-            with set_current_vllm_config(vllm_config):
-                demand = record_demand(model, shapes, vllm_config.model_config.dtype, destinations)
-        finally:
-            swap_back(live)
+            live = swap_in_loader_layout(self._model, allocate_on_meta())
+            try:
+                destinations = [
+                    Destination(name, tensor, padding_of(module, key, tensor))
+                    for name, module, key, tensor in tensors_of(self._model)
+                    if key not in DERIVED_PARAMETERS and not isinstance(tensor, KVCacheScaleParameter)
+                ]
+                with set_current_vllm_config(self._vllm_config):
+                    dtype = self._vllm_config.model_config.dtype
+                    demand = record_demand(self._model, shapes, dtype, destinations)
+            finally:
+                swap_back(live)
         for piece in demand.pieces:
             if layer_of(piece.name) != self._layer_of[piece.view.tensor]:
                 raise UnsupportedLoader(
                     f"vLLM's loader writes {piece.name} into {piece.view.tensor}, which is in another layer"
                 )
-        return replace(demand, pieces=tuple(sorted(demand.pieces, key=_piece_order)))
+        self.demand = replace(demand, pieces=tuple(sorted(demand.pieces, key=_piece_order)))
+        return self.demand
 
     @property
     def max_finalize_bytes(self) -> int:

@@ -318,10 +318,7 @@ def _append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 def draw_curves(folder: RunFolder) -> None:
     """Draw reward, held-out accuracy, mismatch and sync over the steps to curves.png."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     rows = folder.read_metrics()
     panels = {
@@ -333,7 +330,8 @@ def draw_curves(folder: RunFolder) -> None:
         "seconds": ("time/step", "time/generate", "time/train", "sync/seconds"),
     }
     shown = {title: keys for title, keys in panels.items() if any(key in row for row in rows for key in keys)}
-    figure, axes = pyplot.subplots(len(shown), 1, figsize=(8, 2.6 * len(shown)), sharex=True, squeeze=False)
+    figure = Figure(figsize=(8, 2.6 * len(shown)), layout="tight")
+    axes = figure.subplots(len(shown), 1, sharex=True, squeeze=False)
     for axis, (title, keys) in zip(axes[:, 0], shown.items(), strict=True):
         for key in keys:
             points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
@@ -345,6 +343,4 @@ def draw_curves(folder: RunFolder) -> None:
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     axes[-1, 0].set_xlabel("step")
-    figure.tight_layout()
     figure.savefig(folder.curves, dpi=110)
-    pyplot.close(figure)

@@ -89,7 +89,7 @@ class Guard:
             EngineMismatch: the mismatch is more than the dtype explains, and `guard.initial_mismatch` is `stop`.
         """
         self._engines_compared = True
-        dtype, setting = _least_precise(recipe)
+        dtype, setting = least_precise(recipe)
         mean, bound = row["mismatch/logprob_abs_mean"], MAX_EXPLAINED_MISMATCH[dtype][experts]
         if mean <= bound:  # false for NaN
             return
@@ -167,7 +167,7 @@ class Guard:
             raise TooManyInterventions(f"step {step}: {message}; guard.max_interventions={limit} is exceeded")
 
 
-def _least_precise(recipe: Recipe) -> tuple[str, str]:
+def least_precise(recipe: Recipe) -> tuple[str, str]:
     """Return the least precise dtype that an engine computes in, and the setting that says so."""
     if recipe.rollout is not None and recipe.rollout.quantization is not None:
         return "fp8", f"rollout.quantization={recipe.rollout.quantization}"

@@ -11,12 +11,14 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from hybrid3d.config import OFFLOADS, Recipe
 from hybrid3d.run.folder import RunFolder
+from hybrid3d.storage.disk import CheckpointWriteError, describe_write_error
 
 ADVICE = "raise train.tp or train.pp, set train.recompute=full, or lower rollout.gpu_memory_utilization"
 
@@ -89,17 +91,36 @@ class OomRecovery:
             )
         old = {key: getattr(recipe.train, key.removeprefix("train.")) for key in new}
         fields = {"rank": rank, "count": self.count + 1, "old": old, "new": new, "error": cause}
-        draft = folder.path / f"out-of-memory.{rank}.tmp"
-        draft.write_text(json.dumps(fields), encoding="utf-8")
+        path, draft = folder.oom_record_path(self.count + 1), folder.path / f"out-of-memory.{rank}.tmp"
         try:
-            os.link(draft, folder.oom_record_path(self.count + 1))
+            draft.write_text(json.dumps(fields), encoding="utf-8")
+            _publish(draft, path)
             folder.add_event("out_of_memory", **fields)
         except FileExistsError:  # another rank ran out of memory too, and saved the same settings
             pass
+        except (OSError, CheckpointWriteError) as error:
+            problem = str(error) if isinstance(error, CheckpointWriteError) else describe_write_error(path, error)
+            return RuntimeError(f"{cause}: there is no restart with other settings, as {problem}: {ADVICE}")
         finally:
-            draft.unlink()
+            draft.unlink(missing_ok=True)
         changes = ", ".join(f"{key}={new[key]} instead of {old[key]}" for key in new)
         return OutOfMemoryRestart(f"{cause}: after a restart the run resumes from its last checkpoint with {changes}")
+
+
+def _publish(draft: Path, path: Path) -> None:
+    """Give a file its name, unless another one has it.
+
+    Raises:
+        FileExistsError: another one has it.
+    """
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        raise
+    except OSError:  # the file system has no hard links: of two ranks at once the latter's file stays
+        if path.exists():
+            raise FileExistsError(path) from None
+        draft.replace(path)
 
 
 def reduced_settings(recipe: Recipe) -> dict[str, Any]:

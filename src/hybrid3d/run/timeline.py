@@ -58,14 +58,12 @@ def draw_timeline(folder: RunFolder) -> None:
 
 
 def _draw(folder: RunFolder, step: int, names: Sequence[str], spans: Sequence[Sequence[Span]]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     shown = range(0, len(spans), -(-len(spans) // MAX_ROWS))
-    figure, axis = pyplot.subplots(figsize=(9, 1.4 + 0.28 * len(shown)))
+    figure = Figure(figsize=(9, 1.4 + 0.28 * len(shown)), layout="tight")
+    axis = figure.subplots()
     for row, rank in enumerate(shown):
         for name, begin, end in spans[rank]:
             axis.barh(row, end - begin, left=begin, color=COLORS.get(name, "C7"), edgecolor="white", linewidth=0.5)
@@ -82,6 +80,4 @@ def _draw(folder: RunFolder, step: int, names: Sequence[str], spans: Sequence[Se
         bbox_to_anchor=(0, 1),
         frameon=False,
     )
-    figure.tight_layout()
     figure.savefig(folder.timeline_picture, dpi=110)
-    pyplot.close(figure)

@@ -12,10 +12,9 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
+from hybrid3d import installed_version
 from hybrid3d.config import Recipe
 from hybrid3d.config.schema import flatten_settings, to_raw
 from hybrid3d.run.folder import RunFolder
@@ -30,10 +29,12 @@ WHOLE_OF_MLFLOW = "mlflow"
 PROJECT = "hybrid3d"  # of Weights & Biases, and the experiment of MLflow, where their variables name none
 # Those of OpenTelemetry's exporter, with its defaults
 PROMETHEUS_HOST, PROMETHEUS_PORT = "OTEL_EXPORTER_PROMETHEUS_HOST", "OTEL_EXPORTER_PROMETHEUS_PORT"
+DEFAULT_PORT = "9464"
 MLFLOW_URI = "MLFLOW_TRACKING_URI"
 # So that training does not wait for minutes for a server that does not answer
 MLFLOW_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
 MAX_PARAMETER = 6000  # characters of a setting's value that MLflow takes
+MAX_PARAMETERS = 100  # that it takes at once
 
 
 class Tracker(Protocol):
@@ -91,24 +92,20 @@ def find_problems(trackers: Sequence[str]) -> list[str]:
         problems.append(f"no package for {', '.join(missing)}: {fix}")
     if "mlflow" in trackers and not os.environ.get(MLFLOW_URI):
         problems.append(f"mlflow needs {MLFLOW_URI}: set it to the address of its server, or leave mlflow out")
-    port = os.environ.get(PROMETHEUS_PORT, "0")
-    if "prometheus" in trackers and not (re.fullmatch("[0-9]{1,5}", port, re.ASCII) and int(port) < 2**16):
+    port = os.environ.get(PROMETHEUS_PORT, DEFAULT_PORT)
+    if "prometheus" in trackers and not (re.fullmatch("[0-9]{1,5}", port, re.ASCII) and 0 < int(port) < 2**16):
         problems.append(f"{PROMETHEUS_PORT}={port!r} is not a port: set it to a number from 1 to 65535")
     return problems
 
 
 def _missing_packages(trackers: Sequence[str]) -> dict[str, str]:
     """Return the package of each of these trackers that is not installed."""
-    missing = {}
-    for tracker in trackers:
-        try:
-            version(PACKAGES[tracker])
-        except PackageNotFoundError:
-            with suppress(PackageNotFoundError):  # which has what its small package has
-                if tracker == "mlflow" and version(WHOLE_OF_MLFLOW):
-                    continue
-            missing[tracker] = PACKAGES[tracker]
-    return missing
+    wholes = {"mlflow": [WHOLE_OF_MLFLOW]}  # which has what its small package has
+    return {
+        tracker: PACKAGES[tracker]
+        for tracker in trackers
+        if not installed_version(PACKAGES[tracker], *wholes.get(tracker, []))
+    }
 
 
 class TensorBoard:
@@ -172,10 +169,16 @@ class MLflow:
             found = self._client.get_experiment_by_name(experiment)
             number = self._client.create_experiment(experiment) if found is None else found.experiment_id
             self._id = self._client.create_run(number, run_name=recipe.name).info.run_id
+            self._log_settings(recipe)
             _write_id(folder, "mlflow", self._id)
-            for key, value in flatten_settings(to_raw(recipe)).items():
-                self._client.log_param(self._id, key, str(value)[:MAX_PARAMETER])
         self._client.update_run(self._id, status="RUNNING")
+
+    def _log_settings(self, recipe: Recipe) -> None:
+        entities: Any = importlib.import_module("mlflow.entities")
+        settings = flatten_settings(to_raw(recipe))
+        params = [entities.Param(key, str(value)[:MAX_PARAMETER]) for key, value in settings.items()]
+        for first in range(0, len(params), MAX_PARAMETERS):
+            self._client.log_batch(self._id, params=params[first : first + MAX_PARAMETERS])
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
         entities: Any = importlib.import_module("mlflow.entities")
@@ -194,7 +197,7 @@ class Prometheus:
         client: Any = importlib.import_module("prometheus_client")
         self._make_gauge, self._name = client.Gauge, recipe.name
         self._registry, self._gauges = client.CollectorRegistry(), dict[str, Any]()
-        host, port = os.environ.get(PROMETHEUS_HOST, "localhost"), int(os.environ.get(PROMETHEUS_PORT, 9464))
+        host, port = os.environ.get(PROMETHEUS_HOST, "localhost"), int(os.environ.get(PROMETHEUS_PORT, DEFAULT_PORT))
         self._server, self._thread = client.start_http_server(port, host, self._registry)
 
     def log(self, step: int, row: Mapping[str, float]) -> None:

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from decimal import Context, Decimal, localcontext
 from queue import SimpleQueue
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar
 
 from hybrid3d.scoring.functions import check_target, load_function
 from hybrid3d.scoring.pool_client import ProcessPoolClient, load_in_subprocess
@@ -39,41 +39,13 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Decimal]] = {
 }
 
 
-class Environment(Protocol):
-    """Replies when the policy ends a turn, with one of the `stops` or with the end token.
-
-    Attributes:
-        stops: texts that end a turn, besides the end token. Each ends in a printable ASCII character.
-    """
-
-    stops: Sequence[str]
-
-    def __call__(self, turns: Sequence[str], reference: str, prompt: str) -> str | None:
-        """Return the text that continues the context, or None to end the conversation.
-
-        With an empty string the environment does not act: the policy continues, or has ended its answer.
-
-        Args:
-            turns: alternating texts of the policy and the environment; the last is the policy's.
-            reference, prompt: from the data set.
-        """
-
-
-class Vocabulary(Protocol):
-    """The part of a Hugging Face tokenizer's interface that is used here."""
-
-    def __len__(self) -> int: ...
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str: ...
-
-
 def find_environment(spec: str) -> str:
     """Return the `module:function` of a builtin, or `spec` itself if it has this form. ValueError: it is neither."""
     return ENVIRONMENTS.get(spec) or check_target(spec, ENVIRONMENTS, "environment")
 
 
 def stops_of(environment: object) -> tuple[str, ...]:
-    """Return the stops of an environment. TypeError: they are not texts as `Environment.stops` requires."""
+    """Return the stops of an environment. TypeError: they are not texts that end in a printable ASCII character."""
     stops = getattr(environment, "stops", ())
     if not isinstance(stops, list | tuple) or not all(
         isinstance(stop, str) and stop and stop[-1].isascii() and stop[-1].isprintable() and stop[-1] != " "
@@ -81,31 +53,6 @@ def stops_of(environment: object) -> tuple[str, ...]:
     ):
         raise TypeError(f"stops={stops!r}: expected texts that end in a printable character of ASCII, as in ('=',)")
     return tuple(stops)
-
-
-def stop_tokens(vocabulary: Vocabulary, stops: Sequence[str]) -> tuple[int, ...]:
-    """Return the tokens at which generation pauses: those whose text contains the last character of a stop.
-
-    An engine stops at tokens, and a stop can be tokenized in many ways, but its last character is always in one of
-    these tokens. Whether the text really ends in the stop is checked by `ends_with_stop`. Stops of an environment end
-    in ASCII, as `stops_of` requires; other ones are those of `rollout.stop` with agents.
-
-    Raises:
-        ValueError: no token contains the last character of a stop.
-    """
-    texts = [vocabulary.decode([token], skip_special_tokens=True) for token in range(len(vocabulary) if stops else 0)]
-    ends = set[str]()
-    for stop in stops:
-        last = {stop[-1]} if stop[-1].isascii() else {stop[-1], "\ufffd"}  # which stands for a part of a character
-        if all(last.isdisjoint(text) for text in texts):
-            raise ValueError(f"stop {stop!r}: none of the tokenizer's {len(texts)} tokens has {stop[-1]!r} in it")
-        ends |= last
-    return tuple(token for token, text in enumerate(texts) if not ends.isdisjoint(text))
-
-
-def ends_with_stop(text: str, last: str, stops: Sequence[str]) -> bool:
-    """Return whether a stop ends within the last token of a text; `last` is the text of this token."""
-    return any(stop in text[-(len(last) + len(stop) - 1) :] for stop in stops)
 
 
 def calculator(turns: Sequence[str], reference: str = "", prompt: str = "") -> str | None:
@@ -169,13 +116,17 @@ class Reply:
 class EnvironmentRunner:
     """Calls one environment in `workers` processes, which start with the first turn; a builtin one needs none.
 
+    It is called with the alternating texts of the policy and the environment, of which the last is the policy's, and
+    with the reference and the prompt of the data set. It returns the text that continues the context, or None to end
+    the conversation; with an empty string the policy continues, or has ended its answer.
+
     Raises:
         ValueError: `spec` is neither the name of an environment nor `module:function`.
     """
 
     def __init__(self, spec: str, workers: int, timeout_seconds: float):
         target = find_environment(spec)
-        self._function = cast(Environment, load_function(target)) if spec in ENVIRONMENTS else None
+        self._function = load_function(target) if spec in ENVIRONMENTS else None
         self._pool = ProcessPoolClient(target, "reply", workers, timeout_seconds)
         # Each thread has a pool with one worker, so that no reply waits for another
         self._threads: ThreadPoolExecutor | None = None

@@ -17,6 +17,7 @@ from typing import Any
 
 _NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
+_BRACE = re.compile(r"(?<!\\)[{}]")
 _BETWEEN_BOXES = re.compile(r"(?:[\s$,;&]|\\[()\[\],; ]|\\\\|\\q?quad|\\text\s*\{\s*(?:and|or)\s*\}|\band\b|\bor\b)*")
 _ANNOUNCED = re.compile(r"\banswer(?:\s+is)?\s*(?:[:=]|(?<=is))\s*", re.IGNORECASE)
 _FINALLY_ANNOUNCED = re.compile(r"\bfinal\s+answer(?:\s+is)?\s*(?:[:=]|(?<=is))\s*", re.IGNORECASE)
@@ -81,13 +82,13 @@ def last_formula(text: str) -> str | None:
 
 def _boxes(text: str) -> Iterator[tuple[int, int, str]]:
     """Yield start, end and content of each box that is not within another; "" if it is cut short or empty."""
-    end = 0
+    closings, end = closing_braces(text), 0
     for found in _BOX.finditer(text):
         if found.start() < end:
             continue
         start = found.end()
         if text[start : start + 1] == "{":
-            content = _inside_braces(text, start + 1)
+            content = text[start + 1 : closings.get(start, start)]  # without a closing brace it is cut short
             end = start + len(content) + 2
         else:  # TeX takes the next character, or the next command
             bare = re.compile(r"\\[A-Za-z]+|[A-Za-z0-9]").match(text, start)
@@ -95,20 +96,18 @@ def _boxes(text: str) -> Iterator[tuple[int, int, str]]:
         yield found.start(), end, content.strip()
 
 
-def _inside_braces(text: str, start: int) -> str:
-    """Return the text from `start` to the closing brace; "" if there is none, as in a truncated answer."""
-    depth = 1
-    for index in range(start, len(text)):
-        if text[index] in "{}" and not _is_escaped(text, index):
-            depth += 1 if text[index] == "{" else -1
-        if depth == 0:
-            return text[start:index]
-    return ""
+def closing_braces(text: str) -> dict[int, int]:
+    r"""Return where each brace that is closed closes, by where it opens; one after a backslash is no brace.
 
-
-def _is_escaped(text: str, index: int) -> bool:
-    r"""Return whether a brace has a backslash before it; in `\\}` too, which is `\}` escaped twice, or a line's end."""
-    return text[index - 1] == "\\"
+    So it is in `\\}` too, which is `\}` escaped twice, or a line's end.
+    """
+    closings, opened = dict[int, int](), list[int]()
+    for brace in _BRACE.finditer(text):
+        if brace.group() == "{":
+            opened.append(brace.start())
+        elif opened:
+            closings[opened.pop()] = brace.start()
+    return closings
 
 
 def _final_formula(text: str) -> str | None:

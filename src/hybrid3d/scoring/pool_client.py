@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 from hybrid3d.process import kill_descendants_on_exit
-from hybrid3d.scoring.pool_worker import BATCH_SECONDS, START_SECONDS, CallResult, Item, ReturnKind
+from hybrid3d.scoring.pool_worker import START_SECONDS, CallResult, Item, ReturnKind
 
-GRACE_SECONDS = 5  # to kill a worker that hangs and start the next
+GRACE_SECONDS = 5  # for the server to end by itself
 STDERR_TAIL_BYTES = 65_536  # of the stderr of a function's module that are read for its error message
 # The server gets this process's sys.path, so that it can import the same modules, this package included.
 _SERVER = (
@@ -40,12 +40,13 @@ class ProcessPoolClient:
     def call(self, items: Sequence[Item]) -> list[CallResult]:
         """Call the function for each item; returns the results in order.
 
-        The pool's server enforces the limit of each call. The limit here only detects a server that hangs itself.
+        The pool's server enforces the limit of each call. The limit here only detects a server that hangs itself: it
+        has room for every worker to hang in every call, and for the start of the one that replaces it.
         """
         if not items:
             return []
         rounds = math.ceil(len(items) / self._workers)
-        limit = START_SECONDS + min(rounds * (self._seconds + GRACE_SECONDS), BATCH_SECONDS + GRACE_SECONDS)
+        limit = START_SECONDS + rounds * (self._seconds + START_SECONDS)
         process, connection = self._ensure_server()
         try:
             connection.send(list(items))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import math
 import multiprocessing
 import os
 import sys
@@ -37,7 +36,7 @@ from hybrid3d.process import (
 from hybrid3d.scoring import pool_worker
 from hybrid3d.scoring.environments import stops_of
 from hybrid3d.scoring.functions import load_function
-from hybrid3d.scoring.pool_worker import BATCH_SECONDS, CallResult, Item, ReturnKind, with_limit
+from hybrid3d.scoring.pool_worker import CallResult, Item, ReturnKind, with_limit
 
 MAX_ATTEMPTS = 3  # pools for the calls of a batch: a pool breaks if a worker is killed while idle
 POLL_SECONDS = 0.5
@@ -77,9 +76,8 @@ class Pool:
     def call(self, items: Sequence[Item]) -> list[CallResult]:
         """Call the function for each item, or once for all of them if it is batched; returns the results in order.
 
-        The time limit applies to each call. Calls without a result after `BATCH_SECONDS` count as hung.
+        The time limit applies to each call, from when a worker begins it.
         """
-        end = time.monotonic() + BATCH_SECONDS
         calls = [list(items)] if self._is_batched() else [[item] for item in items]
         answers: dict[int, list[CallResult]] = {}
         for _ in range(MAX_ATTEMPTS):
@@ -90,16 +88,13 @@ class Pool:
                 for number, call in enumerate(calls)
                 if number not in answers
             }
-            self._wait(futures.values(), end)
+            self._wait(futures.values())
             for number, future in futures.items():
                 if future.done() and not isinstance(future.exception(), BrokenProcessPool):
                     answers[number] = self._results(future, len(calls[number]))
-            if len(answers) == len(calls) or time.monotonic() >= end:
+            if len(answers) == len(calls):
                 break
         lost: CallResult = (None, "died", f"the pool's workers ended {MAX_ATTEMPTS} times before they began the call")
-        if len(answers) < len(calls) and time.monotonic() >= end:
-            lost = (None, "hung", f"no {self._return_kind} within the {BATCH_SECONDS} s of a whole batch")
-            self._pool.stop()
         return [result for number, call in enumerate(calls) for result in answers.get(number) or [lost] * len(call)]
 
     def close(self) -> None:
@@ -130,10 +125,10 @@ class Pool:
         except RuntimeError:  # the pool has just broken; this future is never done
             return Future()
 
-    def _wait(self, futures: Iterable[Future[Any]], end: float = math.inf) -> None:
-        """Wait until all are done, the time is up, or the pool is broken, which does not complete its queued calls."""
+    def _wait(self, futures: Iterable[Future[Any]]) -> None:
+        """Wait until all are done, or the pool is broken, which does not complete its queued calls."""
         waiting = list(futures)
-        while wait(waiting, timeout=POLL_SECONDS).not_done and self._pool.active and time.monotonic() < end:
+        while wait(waiting, timeout=POLL_SECONDS).not_done and self._pool.active:
             pass
 
     def _results(self, future: Future[list[CallResult]], samples: int) -> list[CallResult]:

@@ -29,7 +29,6 @@ CallResult = tuple[float | str | None, str, str]
 """The value, the kind of failure or "", and the message of the failure. A reply may be None without a failure."""
 
 START_SECONDS = 120  # to import a function's module, which may import torch from a slow disk
-BATCH_SECONDS = 420  # for all calls of a batch: ranks with the same role that wait for it time out after ten minutes
 TIME_SHARE = 0.8  # fraction of the time limit that a function with a parameter `seconds` is given
 
 _function: Callable[..., Any]

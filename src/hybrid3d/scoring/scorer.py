@@ -1,4 +1,4 @@
-"""The interface of what scores answers, and the scorer of rewards that agents give."""
+"""The interface of what scores answers, the scorer of rewards that agents give, and that of rewards by a function."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import numpy as np
 
-from hybrid3d.scoring.functions import unusable
+from hybrid3d.scoring.functions import find_reward, load_function, unusable
+from hybrid3d.scoring.pool_client import ProcessPoolClient, load_in_subprocess
 
 Owner = TypeVar("Owner", bound=Hashable)
 T = TypeVar("T")
@@ -60,19 +61,11 @@ class Scores:
             ended, with any exit code), `not_a_number` (also no finite one), `too_large`, and for a batched function
             `wrong_count` and `wrong_type` (no list, tuple or 1-D array).
         examples: the first message of each kind.
-        places: the numbers of the answers that these are of.
     """
 
     rewards: list[float]
     failures: dict[str, int] = field(default_factory=dict)
     examples: dict[str, str] = field(default_factory=dict)
-    places: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
-
-    def naming(self, rows: Sequence[int | None]) -> Scores:
-        """Return the same with the rows in messages: those of the answers' prompts in their file, where known."""
-        told = {kind: rows[self.places[kind]] if kind in self.places else None for kind in self.examples}
-        named = {kind: f"row {told[kind]}: " if told[kind] is not None else "" for kind in self.examples}
-        return replace(self, examples={kind: f"{named[kind]}{text}" for kind, text in self.examples.items()}, places={})
 
 
 class Scorer(Protocol):
@@ -116,20 +109,61 @@ Result = tuple[float | None, str, str]
 """A reward, the kind of its failure, or "", and a message of it."""
 
 
-def scores_of(rewards: Sequence[float], default: float) -> Scores:
+def scores_of(queries: Sequence[Query], rewards: Sequence[float], default: float) -> Scores:
     """Return numbers as scores, those of a reward model; those that can be no reward have failed."""
-    return scores_of_results([(reward, unusable(reward), f"{reward:g}") for reward in rewards], default)
+    return scores_of_results(queries, [(reward, unusable(reward), f"{reward:g}") for reward in rewards], default)
 
 
-def scores_of_results(results: Sequence[Result], default: float) -> Scores:
-    """Return the scores of rewards, some of which may have failed."""
-    failed = [(kind, message, place) for place, (_, kind, message) in enumerate(results) if kind]
+def scores_of_results(queries: Sequence[Query], results: Sequence[Result], default: float) -> Scores:
+    """Return the scores of rewards, some of which may have failed; messages name rows where they are known."""
+    failed = [
+        (kind, message if query.row is None else f"row {query.row}: {message}")
+        for query, (_, kind, message) in zip(queries, results, strict=True)
+        if kind
+    ]
     return Scores(
         rewards=[default if kind else cast(float, reward) for reward, kind, _ in results],
-        failures=dict(Counter(kind for kind, *_ in failed)),
-        examples={kind: message for kind, message, _ in reversed(failed)},  # the first of each kind
-        places={kind: place for kind, _, place in reversed(failed)},
+        failures=dict(Counter(kind for kind, _ in failed)),
+        examples=dict(reversed(failed)),  # the first of each kind
     )
+
+
+class FunctionScorer:
+    """Implements `Scorer` by a function with time limits, so that no answer and no function can stop a run.
+
+    It is called in `workers` processes, which start with the first batch; a cheap builtin one needs none.
+
+    A user's reward is `module:function`: a function of (answer, reference, prompt) that returns a float. With the
+    attribute `batched = True` it takes three lists and returns a list, a tuple or a 1-D array, and `timeout_seconds`
+    applies to the whole batch.
+
+    Raises:
+        ValueError: `spec` is neither the name of a reward nor `module:function`.
+    """
+
+    def __init__(self, spec: str, workers: int, timeout_seconds: float, default: float):
+        reward = find_reward(spec)
+        self._function = None if reward.pooled else load_function(reward.target)
+        self._pool = ProcessPoolClient(reward.target, "reward", workers, timeout_seconds)
+        self._default = default
+
+    def score(self, queries: Sequence[Query]) -> Scores:
+        """Return the rewards of answers, in order."""
+        items = [(query.answer, query.reference, query.prompt) for query in queries]
+        if self._function is not None:
+            return Scores([float(self._function(*item)) for item in items])
+        return scores_of_results(queries, cast("list[Result]", self._pool.call(items)), self._default)
+
+    def close(self) -> None:
+        """End all processes; the next batch starts them again."""
+        self._pool.close()
+
+
+def check_reward(spec: str) -> None:
+    """Check that a reward can be loaded and called. ValueError: it cannot, or does not exist; says why."""
+    reward = find_reward(spec)
+    if reward.pooled:
+        load_in_subprocess(spec, reward.target, "reward", "reward")
 
 
 def together(parts: Iterable[tuple[Sequence[int], Scores]]) -> Scores:
@@ -164,7 +198,6 @@ def ask_all(
     owners: Callable[[], Sequence[Owner]],
     prompts: Sequence[Sequence[int]],
     ask: Callable[[Mapping[Owner, list[int]]], Mapping[Owner, T]],
-    most: int = 2**31,
 ) -> Iterator[tuple[list[int], T]]:
     """Divide prompts among owners, and yield numbers of answers and what was returned; a lost one's are asked again.
 
@@ -172,13 +205,10 @@ def ask_all(
         owners: returns those that are there now, at least one; it is called before each round.
         prompts: of each the numbers of its answers, which one owner gets together.
         ask: called with the numbers that each owner gets; what it returns lacks those that are lost.
-        most: how many prompts an owner gets in a round.
     """
     while prompts:
-        present = owners()
-        shares = shares_of(present, prompts[: most * len(present)])
+        shares = shares_of(owners(), prompts)
         numbers = {owner: [i for prompt in share for i in prompt] for owner, share in shares.items()}
         found = ask(numbers)
         yield from ((numbers[owner], result) for owner, result in found.items())
-        lost = [prompt for owner, share in shares.items() if owner not in found for prompt in share]
-        prompts = [*lost, *prompts[most * len(present) :]]
+        prompts = [prompt for owner, share in shares.items() if owner not in found for prompt in share]

@@ -74,7 +74,7 @@ def _chain(error: BaseException) -> list[BaseException]:
     cause: BaseException | None = error
     while cause is not None and cause not in chain:
         chain.append(cause)
-        cause = cause.__cause__ or cause.__context__
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return chain
 
 

@@ -308,8 +308,7 @@ def file_digest(path: str | Path) -> str:
     size, crc = os.path.getsize(path), 0
     with open(path, "rb") as file:
         if size <= WHOLE:
-            while chunk := file.read(16 * PART):
-                crc = zlib.crc32(chunk, crc)
+            crc = _crc(file)
         else:
             for part in range(PARTS):
                 file.seek(part * (size - PART) // (PARTS - 1))

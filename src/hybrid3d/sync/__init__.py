@@ -1,7 +1,7 @@
 """Sync of weights from the train layout to the rollout layout: plan, session and what it consists of."""
 
 from hybrid3d.sync.compose import policy_sync, weight_sync
+from hybrid3d.sync.delta import SyncSettings
 from hybrid3d.sync.session import CorruptSync, Sync, SyncReport, WeightSync
-from hybrid3d.sync.settings import SyncSettings
 
 __all__ = ["CorruptSync", "Sync", "SyncReport", "SyncSettings", "WeightSync", "policy_sync", "weight_sync"]

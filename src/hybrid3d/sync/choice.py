@@ -6,7 +6,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol
 
 from hybrid3d.config import Recipe
 from hybrid3d.planning.hardware import CPU, hardware_of
@@ -48,7 +47,7 @@ class ExpectedSeconds:
 
     @property
     def fields(self) -> dict[str, float]:
-        """As an event has them; empty where nothing was estimated."""
+        """As an event has them."""
         return {
             "expected_dense_seconds": self.dense,
             "expected_delta_seconds": self.delta,
@@ -59,38 +58,6 @@ class ExpectedSeconds:
     def metrics(self) -> dict[str, float]:
         """As the metrics of a step have them."""
         return {f"sync/{key}": value for key, value in self.fields.items() if key.endswith("seconds")}
-
-
-class NotEstimated(ExpectedSeconds):
-    """Nothing was estimated: changed elements are sent alone wherever that is possible."""
-
-    prefers_delta = True
-
-    @property
-    def fields(self) -> dict[str, float]:
-        return {}
-
-
-NOT_ESTIMATED = NotEstimated(0.0, 0.0, 0.0)
-
-
-class Estimate(Protocol):
-    """What a sync asks before it sends changed elements alone. Every rank calls `expect` together."""
-
-    def observe(self, changed: int, elements: int) -> None: ...
-
-    def expect(
-        self, plan: RankPlan, ready: Sequence[int], sparse: frozenset[str], held: Holdings
-    ) -> ExpectedSeconds: ...
-
-
-class NoEstimate:
-    """Lets a sync send changed elements alone wherever that is possible."""
-
-    def observe(self, changed: int, elements: int) -> None: ...
-
-    def expect(self, plan: RankPlan, ready: Sequence[int], sparse: frozenset[str], held: Holdings) -> ExpectedSeconds:
-        return NOT_ESTIMATED
 
 
 class SyncEstimate:

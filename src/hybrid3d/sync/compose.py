@@ -10,17 +10,18 @@ from typing import Protocol
 import torch.distributed as dist
 
 from hybrid3d.config import Recipe
-from hybrid3d.distributed import EXCHANGE_TIMEOUT, GroupExchange, weights_group
+from hybrid3d.distributed import EXCHANGE_TIMEOUT, weights_group
 from hybrid3d.families import is_quantized
 from hybrid3d.reshard.ends import NOTHING_TRACKED, NoSink, NoSource, WeightSink, WeightSource
-from hybrid3d.reshard.move.device import Stream, device
+from hybrid3d.reshard.exchange import JsonExchange
+from hybrid3d.reshard.move.device import device
 from hybrid3d.reshard.move.transport import make_transport
 from hybrid3d.reshard.plan.layout import Piece
 from hybrid3d.reshard.quantized import Quantized
 from hybrid3d.reshard.sources import Compared, Merged
 from hybrid3d.sync.choice import SyncEstimate
+from hybrid3d.sync.delta import SyncSettings
 from hybrid3d.sync.session import Sync, SyncReport, WeightSync
-from hybrid3d.sync.settings import SyncSettings
 
 
 class SyncedModel(Protocol):
@@ -30,8 +31,8 @@ class SyncedModel(Protocol):
         """Return the source of the model's own weights that the rollout engine generates with."""
         ...
 
-    def adapter_source(self) -> WeightSource:
-        """Return the source of its adapters."""
+    def trained_source(self) -> WeightSource:
+        """Return the source of the weights that updates change: the adapters of a model that has some."""
         ...
 
     def merged(self) -> AbstractContextManager[None]:
@@ -49,30 +50,6 @@ class SyncedEngine(Protocol):
     def adapter_sink(self) -> WeightSink:
         """Return the sink of its adapters."""
         ...
-
-
-class NoModel:
-    """The model of a rank that does not train."""
-
-    def source(self) -> WeightSource:
-        return NoSource()
-
-    adapter_source = source
-
-    def merged(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-
-class NoEngine:
-    """The engine of a rank that does not generate."""
-
-    def sink(self) -> WeightSink:
-        return NoSink()
-
-    adapter_sink = sink
-
-
-NO_MODEL, NO_ENGINE = NoModel(), NoEngine()
 
 
 class ChainedSync(Sync):
@@ -114,8 +91,8 @@ class ChainedSync(Sync):
 def policy_sync(
     recipe: Recipe,
     group: dist.ProcessGroup,
-    policy: SyncedModel = NO_MODEL,
-    engine: SyncedEngine = NO_ENGINE,
+    policy: SyncedModel | None = None,
+    engine: SyncedEngine | None = None,
     *,
     overlaps: bool = False,
     transport_group: dist.ProcessGroup | None = None,
@@ -124,19 +101,21 @@ def policy_sync(
     """Return the sync of a policy, with its adapters if it has some, between ranks that train, generate or do both.
 
     Args:
+        policy, engine: of this rank; without one it does not train, or does not generate.
         overlaps: syncs overlap the last update of a step.
         transport_group, ranks: as for `weight_sync`.
     """
     sync = partial(weight_sync, recipe, group, overlaps=overlaps, transport_group=transport_group, ranks=ranks)
-    source, sink = policy.source(), engine.sink()
+    source, sink = policy.source() if policy else NoSource(), engine.sink() if engine else NoSink()
     if recipe.merges_adapters:
-        source = Merged(source, policy.merged)
+        source = Merged(source, policy.merged if policy else nullcontext)
         if recipe.compares_changes and sink.keeps_weights:
             source = Compared(source, _changes_alone(recipe))
     own = sync(source, sink)
     if not recipe.syncs_adapters:
         return own
-    return ChainedSync(once=own, then=sync(policy.adapter_source(), engine.adapter_sink()))
+    adapters = sync(policy.trained_source() if policy else NoSource(), engine.adapter_sink() if engine else NoSink())
+    return ChainedSync(once=own, then=adapters)
 
 
 def _changes_alone(recipe: Recipe) -> Callable[[Piece], bool]:
@@ -158,7 +137,6 @@ def weight_sync(
     overlaps: bool = False,
     transport_group: dist.ProcessGroup | None = None,
     ranks: Sequence[int] | None = None,
-    stream: Stream | None = None,
 ) -> WeightSync:
     """Return the sync between this rank's source and sink, quantized if the recipe says so. All ranks call it together.
 
@@ -169,7 +147,6 @@ def weight_sync(
         transport_group: the same ranks as `group`, for weights alone; needed if `group` is not within the default
             group.
         ranks: the rank of each member of the group, which says what node it is on; by default that in the group.
-        stream: on which the sync runs; by default one of its own.
     """
     settings, source, sink = SyncSettings.of(recipe), source or NoSource(), sink or NoSink()
     if recipe.quantizes:
@@ -184,7 +161,7 @@ def weight_sync(
         shares_memory=recipe.sync.shared_memory == "auto",
         kind=recipe.sync.transport,
     )
-    exchange = GroupExchange(group, ranks)
+    exchange = JsonExchange(group, ranks)
     chooses = recipe.sync.delta == "auto"
     estimate = SyncEstimate(recipe, exchange, transport, overlaps) if chooses else None
-    return WeightSync(source, sink, settings, exchange, transport, estimate, stream)
+    return WeightSync(source, sink, settings, exchange, transport, estimate)

@@ -4,41 +4,49 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
+from dataclasses import dataclass
 
+from hybrid3d.config import Recipe
+from hybrid3d.config.recipe import FREED_WEIGHTS
 from hybrid3d.reshard.delta.executor import DeltaExecutor, DeltaReport
 from hybrid3d.reshard.ends import Exchange, WeightSink, WeightSource
 from hybrid3d.reshard.move.device import device
 from hybrid3d.reshard.move.executor import Executor
 from hybrid3d.reshard.move.transport import Transport
-from hybrid3d.sync.choice import NOT_ESTIMATED, Estimate, ExpectedSeconds
-from hybrid3d.sync.plan import SyncPlan
-from hybrid3d.sync.settings import SyncSettings
+from hybrid3d.reshard.sync_plan import SyncPlan
+from hybrid3d.sync.choice import ExpectedSeconds, SyncEstimate
 
 
-class DenseReason(enum.IntEnum):
-    """Why a sync sends all elements; where ranks have different reasons, the largest counts."""
+@dataclass(frozen=True)
+class SyncSettings:
+    """What a sync reads of a recipe, equal on every rank.
 
-    NONE = 0
-    SLOWER = 1
-    OTHER_CHANGES = 2
-    UNFINISHED = 3
-    FIRST = 4
-    NOT_TRACKED = 5
-    DISCARDED = 6
-    SETTING = 7
+    Attributes:
+        bucket_bytes: the size of a staging buffer.
+        ranks_per_node: the number of consecutive ranks that share a node.
+        always_dense: why no sync may send changed elements alone; empty if some may.
+    """
+
+    bucket_bytes: int
+    ranks_per_node: int
+    always_dense: str = ""
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> SyncSettings:
+        return cls(recipe.sync.bucket_bytes, recipe.machine.gpus_per_node, recipe.always_dense)
 
 
-_REASONS = {
-    DenseReason.NONE: "",
-    DenseReason.SLOWER: "a sync of changed elements is expected to take longer",
-    DenseReason.OTHER_CHANGES: "weights were changed by something else than the optimizer",
-    DenseReason.UNFINISHED: (
-        "vLLM may not have the weights of the last sync: it did not finish, or this one was to send everything"
-    ),
-    DenseReason.FIRST: "it is the first sync of these processes",
-    DenseReason.NOT_TRACKED: "vLLM keeps no tensor as it is loaded, or Megatron's optimizer updates none in bfloat16",
-    DenseReason.DISCARDED: "vLLM frees its weights while it sleeps: set rollout.keep_weights=true",
-}
+class DenseReason(enum.StrEnum):
+    """Why a sync sends all elements; where ranks have different reasons, the last counts."""
+
+    NONE = ""
+    SLOWER = "a sync of changed elements is expected to take longer"
+    OTHER_CHANGES = "weights were changed by something else than the optimizer"
+    UNFINISHED = "vLLM may not have the weights of the last sync: it did not finish, or this one was to send everything"
+    FIRST = "it is the first sync of these processes"
+    NOT_TRACKED = "vLLM keeps no tensor as it is loaded, or Megatron's optimizer updates none in bfloat16"
+    DISCARDED = FREED_WEIGHTS
+    SETTING = "a setting"  # `SyncSettings.always_dense` says which
 
 
 class DeltaSync:
@@ -50,7 +58,7 @@ class DeltaSync:
     Attributes:
         sparse: the canonical tensors that are sent sparsely; none before the first sync.
         reason: why the sync in progress sends all elements; `NONE` if it does not.
-        expected: the seconds by which `sync.delta: auto` chose for the sync in progress.
+        expected: the seconds by which `sync.delta: auto` chose for the sync in progress; None where it had no choice.
     """
 
     def __init__(
@@ -60,12 +68,12 @@ class DeltaSync:
         settings: SyncSettings,
         exchange: Exchange,
         names: Iterable[str],
-        estimate: Estimate,
+        estimate: SyncEstimate | None,
     ):
         """
         Args:
             names: all canonical tensors.
-            estimate: of the seconds of a sync.
+            estimate: of the seconds of a sync; without one changed elements are sent alone wherever that is possible.
         """
         self._source, self._sink, self._settings, self._exchange = source, sink, settings, exchange
         self._names = frozenset(names)
@@ -76,7 +84,7 @@ class DeltaSync:
         self._finished = False
         self._estimate = estimate
         self.reason = DenseReason.FIRST
-        self.expected: ExpectedSeconds = NOT_ESTIMATED
+        self.expected: ExpectedSeconds | None = None
 
     @property
     def probes(self) -> bool:
@@ -86,7 +94,7 @@ class DeltaSync:
     @property
     def dense_reason(self) -> str:
         """Why the sync in progress sends all elements, in words; empty if it does not."""
-        return self._settings.always_dense if self.reason == DenseReason.SETTING else _REASONS[self.reason]
+        return self._settings.always_dense if self.reason == DenseReason.SETTING else str(self.reason)
 
     def require_dense(self) -> None:
         """Send all elements in the next sync."""
@@ -96,9 +104,10 @@ class DeltaSync:
         """Begin a sync: return whether it sends only changed elements. The ranks agree on it."""
         here = self._reason_here()
         if here != DenseReason.SETTING:  # which all ranks read in the recipe
-            here = DenseReason(self._exchange.maximum([here])[0])
-        self.reason, self.expected = here, NOT_ESTIMATED
-        if not here:
+            reasons = [*DenseReason]
+            here = reasons[self._exchange.maximum([reasons.index(here)])[0]]
+        self.reason, self.expected = here, None
+        if self._estimate and not here:
             self.expected = self._estimate.expect(plan.current, plan.ready, self.sparse, self._source.holdings)
             self.reason = DenseReason.NONE if self.expected.prefers_delta else DenseReason.SLOWER
         self._finished = False
@@ -135,7 +144,8 @@ class DeltaSync:
         if not changes.complete:
             return None, self._elements
         changed = changes.count_changed()
-        self._estimate.observe(changed, changes.elements)
+        if self._estimate:
+            self._estimate.observe(changed, changes.elements)
         return changed, self._elements
 
     def find_sparse(self, executor: Executor) -> None:

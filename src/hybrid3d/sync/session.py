@@ -12,25 +12,23 @@ from typing import Any, Protocol
 
 from hybrid3d.reshard.delta.executor import DeltaReport
 from hybrid3d.reshard.ends import Exchange, WeightSink, WeightSource
-from hybrid3d.reshard.move.device import SideStream, Stream, device, synchronize
+from hybrid3d.reshard.move.device import SideStream, device, synchronize
 from hybrid3d.reshard.move.executor import ExecutionReport, Executor
 from hybrid3d.reshard.move.transport import Transport
+from hybrid3d.reshard.resharder import corrupted_on_any, listed
+from hybrid3d.reshard.sync_plan import plan_sync
 from hybrid3d.run.metrics import StepMetrics
-from hybrid3d.sync.choice import NOT_ESTIMATED, Estimate, ExpectedSeconds, NoEstimate
-from hybrid3d.sync.delta import DeltaSync
-from hybrid3d.sync.plan import plan_sync
-from hybrid3d.sync.settings import SyncSettings
+from hybrid3d.sync.choice import ExpectedSeconds, SyncEstimate
+from hybrid3d.sync.delta import DeltaSync, SyncSettings
 
 logger = logging.getLogger(__name__)
-
-LISTED = 5  # corrupted tensors that a message names
 
 
 class CorruptSync(RuntimeError):
     """Tensors arrived corrupted twice: memory or a link of a machine is faulty."""
 
     def __init__(self, tensors: Sequence[str]):
-        super().__init__(f"{len(tensors)} tensors arrived corrupted twice: {_listed(tensors)}")
+        super().__init__(f"{len(tensors)} tensors arrived corrupted twice: {listed(tensors)}")
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class SyncReport:
         corrupted: tensors that arrived corrupted on some rank and were sent again.
         phases: seconds by phase of the execution.
         dense_reason: why all elements were sent; empty if only those were that changed.
-        expected: the seconds by which `sync.delta: auto` chose between both; `NOT_ESTIMATED` where it had no choice.
+        expected: the seconds by which `sync.delta: auto` chose between both; None where it had no choice.
         delta_bound_bytes: entropy of the changes that this rank sent, in bytes.
         changed: how many of this rank's elements had changed, None where that is not known; and how many elements all
             ranks track.
@@ -70,7 +68,7 @@ class SyncReport:
     corrupted: tuple[str, ...] = ()
     phases: Mapping[str, float] = field(default_factory=dict)
     dense_reason: str = ""
-    expected: ExpectedSeconds = NOT_ESTIMATED
+    expected: ExpectedSeconds | None = None
     delta_bound_bytes: float = 0.0
     changed: tuple[int | None, int] = (None, 0)
     of_engines: StepMetrics = field(default_factory=StepMetrics)
@@ -93,7 +91,7 @@ class SyncReport:
     @property
     def choice(self) -> Mapping[str, Any]:
         """What `sync.delta: auto` chose and why, with the measured seconds; empty where it had no choice."""
-        if not self.expected.fields:
+        if not self.expected:
             return {}
         sends = "changed elements" if not self.dense_reason else "all elements"
         return {"sends": sends, **self.expected.fields, "exposed_seconds": self.exposed_seconds}
@@ -118,7 +116,7 @@ class SyncReport:
         changed, elements = self.changed
         if changed is not None and elements:
             sums["sync/changed_fraction"] = changed / elements
-        of_all = {"sync/dense": float(bool(self.dense_reason)), **self.expected.metrics}
+        of_all = {"sync/dense": float(bool(self.dense_reason)), **(self.expected.metrics if self.expected else {})}
         found = StepMetrics(sums=dict(sums), maxima=dict(maxima), replicated=of_all)
         found.add_rank(self.of_engines)
         return found
@@ -216,22 +214,20 @@ class WeightSync(Sync):
         settings: SyncSettings,
         exchange: Exchange,
         transport: Transport,
-        estimate: Estimate | None = None,
-        stream: Stream | None = None,
+        estimate: SyncEstimate | None = None,
     ):
         """
         Args:
             transport: which this sync alone uses.
             estimate: of the seconds of a sync; by default changed elements are sent alone wherever that is possible.
-            stream: on which the sync runs; by default one of its own.
         """
         self.source, self.sink, self.transport = source, sink, transport
-        self._exchange, self._stream = exchange, stream or SideStream()
-        self._plan = plan_sync(source, sink, settings, exchange)
+        self._exchange, self._stream = exchange, SideStream()
+        self._plan = plan_sync(source, sink, exchange, settings.bucket_bytes, settings.ranks_per_node)
         self.plan, self.holders = self._plan.current, self._plan.holders
         self.lower_bound, self.network_bound = self._plan.lower_bound, self._plan.network_bound
         names = {name for _, signature in self.holders for held in signature.values() for name in held}
-        self._delta = DeltaSync(source, sink, settings, exchange, names, estimate or NoEstimate())
+        self._delta = DeltaSync(source, sink, settings, exchange, names, estimate)
         self._executor: Executor | None = None
         self._reported_overlap = False
 
@@ -250,43 +246,45 @@ class WeightSync(Sync):
         self._began, self._exposed = time.perf_counter(), 0.0
         self._received_before, self._early_bytes = self.transport.received_bytes, 0
         self._verifying = verify
-        sends_changes = self._delta.begin(self._plan)
-        if sends_changes:
-            self._executor = None  # its staging memory is needed by another
-        with self._on_side_stream():
-            self.source.begin()
-            self.sink.begin()
-            if not sends_changes:
-                self._executing.begin(verify or self._delta.probes)
+        with self._exposing():
+            sends_changes = self._delta.begin(self._plan)
+            if sends_changes:
+                self._executor = None  # its staging memory is needed by another
+            with self._stream.behind():
+                self.source.begin()
+                self.sink.begin()
+                if not sends_changes:
+                    self._executing.begin(verify or self._delta.probes)
 
     def bucket_ready(self, bucket: int, last: bool) -> None:
         if not self._delta.reason:
             return  # little is sent, and how much is known only after the last update
         self._early_bytes = self.transport.received_bytes - self._received_before
-        with self._on_side_stream():
+        with self._exposing(), self._stream.behind():
             if self.source.advance(bucket):
                 ready = self._plan.ready
                 self._executing.start_ready_buckets(len(ready) if last else bisect_right(ready, bucket))
 
     def finish(self) -> SyncReport:
-        with self._on_side_stream():
-            self.source.complete(self._exchange)
-            if self._delta.reason:
-                done = self._executing.finish()
-            else:
-                done = self._delta.run(self._plan, self.transport, self._verifying)
-            self.sink.end()
-            corrupted = corrupted_on_any(done.corrupted, self._exchange) if self._verifying else ()
-            if corrupted:
-                done = self._send_again(corrupted)
-            synchronize()
-        changed = self._delta.count()
-        if self._delta.probes:
-            self._delta.find_sparse(self._executing)
-        self._delta.end(intact=not corrupted)
-        self.source.end()
-        self._report_overlap(done.received_bytes)
-        self.sink.commit(self._version)
+        with self._exposing():
+            with self._stream.behind():
+                self.source.complete(self._exchange)
+                if self._delta.reason:
+                    done = self._executing.finish()
+                else:
+                    done = self._delta.run(self._plan, self.transport, self._verifying)
+                self.sink.end()
+                corrupted = corrupted_on_any(done.corrupted, self._exchange) if self._verifying else ()
+                if corrupted:
+                    done = self._send_again(corrupted)
+                synchronize()
+            changed = self._delta.count()
+            if self._delta.probes:
+                self._delta.find_sparse(self._executing)
+            self._delta.end(intact=not corrupted)
+            self.source.end()
+            self._report_overlap(done.received_bytes)
+            self.sink.commit(self._version)
         self.in_progress = None
         return SyncReport(
             seconds=time.perf_counter() - self._began,
@@ -320,7 +318,7 @@ class WeightSync(Sync):
         return self._executor
 
     def _send_again(self, corrupted: tuple[str, ...]) -> ExecutionReport:
-        logger.warning("%d tensors arrived corrupted: %s; sending everything again", len(corrupted), _listed(corrupted))
+        logger.warning("%d tensors arrived corrupted: %s; sending everything again", len(corrupted), listed(corrupted))
         self.sink.begin()
         done = self._executing.run(verify=True)
         self.sink.end()
@@ -340,19 +338,8 @@ class WeightSync(Sync):
             self._reported_overlap = True
 
     @contextmanager
-    def _on_side_stream(self) -> Iterator[None]:
-        """Run on the side stream; the time of this thread counts as exposed."""
+    def _exposing(self) -> Iterator[None]:
+        """Count the time of this thread as exposed."""
         start = time.perf_counter()
-        with self._stream.behind():
-            yield
+        yield
         self._exposed += time.perf_counter() - start
-
-
-def corrupted_on_any(names: Sequence[str] | None, exchange: Exchange) -> tuple[str, ...]:
-    """Return the corrupted tensors of all ranks, sorted; the same on every rank."""
-    return tuple(sorted({name for _, of_ranks in exchange.unique(names) for name in of_ranks or ()}))
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Return the first names, for a message."""
-    return ", ".join([*names[:LISTED], *(["..."] if len(names) > LISTED else [])])

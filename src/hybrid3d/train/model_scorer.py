@@ -47,4 +47,4 @@ class ModelScorer:
         for place, values in filter(None, gather_objects(own, self.group)):
             scores |= zip(shares[place], values, strict=True)
         said = [scores[number] for number in range(len(queries))]
-        return scores_of(said, self.recipe.reward.default).naming([query.row for query in queries])
+        return scores_of(queries, said, self.recipe.reward.default)

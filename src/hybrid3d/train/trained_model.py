@@ -1,7 +1,4 @@
-"""What training asks of a model in the train layout, and of the engine that builds models and keeps them on disk.
-
-`train/megatron/` implements it with Megatron-Core, and `trainer/start.py` chooses it.
-"""
+"""What training asks of a model in the train layout; `train/megatron/` implements it with Megatron-Core."""
 
 from __future__ import annotations
 
@@ -9,28 +6,21 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
-from hybrid3d.config import Optimizer, Recipe, Train
+from hybrid3d.config import Recipe, Train
 from hybrid3d.families import Config
 from hybrid3d.reshard.ends import WeightSource
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.objective import TokenLoss
-from hybrid3d.storage.manifest import Identity
-from hybrid3d.train.writing import CheckpointWriter
 
 BucketHook = Callable[[int, bool], None]
 """Called with a bucket's number, and whether it is the last, as soon as its parameters are updated and gathered.
 
 Ranks of one stage have the same buckets; other stages may have more or fewer.
 """
-
-# The one format of optimizers that every layout can be loaded from, and one without gathered copies
-FULLY_RESHARDABLE, DP_RESHARDABLE = "fully_reshardable", "dp_reshardable"
 
 
 @dataclass(frozen=True)
@@ -168,10 +158,6 @@ class PolicyModel(TrainedModel, Protocol):
         """Return the source of the weights that the rollout engine generates with."""
         ...
 
-    def adapter_source(self) -> WeightSource:
-        """Return the source of its adapters, which it must have."""
-        ...
-
 
 class ScoringModel(TrainedModel, Protocol):
     """A model with one number per token: a critic, or a reward model."""
@@ -187,76 +173,3 @@ class ScoringModel(TrainedModel, Protocol):
 
 TrainedModels = Mapping[str, TrainedModel]
 """The models of a run by name; in a checkpoint all keys of a model begin with its name."""
-
-
-class TrainEngine(Protocol):
-    """Builds models in the train layout, and writes and reads their checkpoints. All ranks call methods together."""
-
-    def initialize(self, recipe: Recipe) -> None:
-        """Build the process groups of the train layout over the default group, and seed random states."""
-        ...
-
-    def policy(
-        self,
-        config: Config,
-        recipe: Recipe,
-        rank: int,
-        path: str | None = None,
-        trainable: bool = True,
-        with_mtp: bool | None = None,
-    ) -> PolicyModel:
-        """Build a policy with the weights of the checkpoint `path`; by default the recipe's, with its adapters.
-
-        Args:
-            with_mtp: build its layers for multi-token prediction; None builds them where the recipe trains them.
-        """
-        ...
-
-    def scoring_model(
-        self,
-        config: Config,
-        recipe: Recipe,
-        rank: int,
-        optimizer: Optimizer | None = None,
-        path: str | None = None,
-    ) -> ScoringModel:
-        """Build a model with one number per token; without an optimizer it is not trained."""
-        ...
-
-    def begin_checkpoint(
-        self,
-        models: TrainedModels,
-        folder: Path,
-        progress: Mapping[str, Any],
-        group: dist.ProcessGroup,
-        in_background: bool,
-        identity: Identity | None,
-        sharding: str,
-    ) -> CheckpointWriter:
-        """Start writing models, their optimizers and schedules; the returned writer finishes the checkpoint."""
-        ...
-
-    def load_checkpoint(self, models: TrainedModels, folder: Path, group: dist.ProcessGroup) -> dict[str, Any]:
-        """Load models, their optimizers and schedules; return the progress that was saved with them.
-
-        Raises:
-            BrokenCheckpoint: on every rank, before anything is changed: the files differ from what was written.
-            CheckpointUnloadable: the files are intact, but cannot be loaded into these models.
-        """
-        ...
-
-    def load_weights(self, models: TrainedModels, folder: Path, group: dist.ProcessGroup) -> None:
-        """Load only the weights of these models. Raises the errors of `load_checkpoint`."""
-        ...
-
-    def bytes_expected(self, models: TrainedModels, replicas: int, group: dist.ProcessGroup) -> int:
-        """Estimate the bytes of a checkpoint of models of which so many replicas hold the same weights."""
-        ...
-
-    def host_bytes(self, models: TrainedModels, sharding: str) -> int:
-        """Return the bytes of optimizer state that saving makes in this rank's host memory."""
-        ...
-
-    def can_shard_by_ranks(self, models: TrainedModels, group: dist.ProcessGroup) -> bool:
-        """Return whether each rank has a part of each bucket, as `dp_reshardable` requires; the same on every rank."""
-        ...

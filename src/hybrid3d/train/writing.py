@@ -114,9 +114,7 @@ class CheckpointWriter:
                 if request.preload_fn is not None:
                     shards = request.preload_fn()
                     self._arguments[1] = _copied(shards, self._arguments[1]) if in_background else shards
-        except CheckpointException:
-            raise
-        except Exception as error:
+        except Exception as error:  # not torch's of a failure on any rank, which is no `Exception`
             if not is_file_error(error):
                 raise
             # Only this rank writes the file. The others wait in a collective, and exit when this rank does.

@@ -24,7 +24,8 @@ from hybrid3d.storage.manifest import (
     list_files,
     total_bytes,
 )
-from hybrid3d.train.trained_model import FULLY_RESHARDABLE, TrainedModels, TrainEngine
+from hybrid3d.train.megatron import checkpoint
+from hybrid3d.train.trained_model import TrainedModels
 from hybrid3d.train.writing import CheckpointWriter, remove, remove_unfinished
 
 EXTRA_INODES = 2  # of a checkpoint, besides its files: its folder and its manifest
@@ -38,24 +39,20 @@ class Checkpoints:
 
     def __init__(
         self,
-        engine: TrainEngine,
         models: TrainedModels,
-        replicas: int,
         record: RunLogger,
         group: dist.ProcessGroup,
         identity: RunIdentity | None = None,
-        sharding: str = FULLY_RESHARDABLE,
+        sharding: str = checkpoint.FULLY_RESHARDABLE,
     ):
         """
         Args:
-            engine: which has built the models.
-            replicas: the ranks that hold the same weights, from which the size of the first checkpoint is estimated.
             group: all ranks that hold shards of the models.
             identity: of the run, on the first rank; checkpoints of another run are refused, and new ones get it.
             sharding: how optimizers are saved, as `run.optimizer_sharding` names it.
         """
         self._identity, self._sharding = identity, sharding
-        self._engine, self._models, self._replicas, self._group = engine, models, replicas, group
+        self._models, self._group = models, group
         self._record = record
         self._writing: CheckpointWriter | None = None
         self._updates = 0  # the number of updates before the checkpoint that is being written
@@ -99,7 +96,7 @@ class Checkpoints:
             path = checkpoint_folder(folder, step)
             self._check_identity(path, step)
             try:
-                return step, Progress.from_json(self._engine.load_checkpoint(self._models, path, self._group))
+                return step, Progress.from_json(checkpoint.load(self._models, path, self._group))
             except UnusableCheckpoint:  # not renamed, because the user can fix the cause
                 raise
             except BrokenCheckpoint as error:
@@ -157,7 +154,7 @@ class Checkpoints:
             self._check_free_space(path, updates)
             with self._recording_failure(path, updates):
                 identity = self._identity.of_step(path, updates) if self._identity is not None else None
-                self._writing = self._engine.begin_checkpoint(
+                self._writing = checkpoint.begin(
                     self._models, path, progress.as_json(), self._group, run.async_checkpoints, identity, self._sharding
                 )
             self._updates = updates
@@ -210,7 +207,7 @@ class Checkpoints:
     def _check_free_space(self, path: Path, updates: int) -> None:
         """Warn if the disk has less free space than the checkpoint will probably take."""
         earlier = self._steps()
-        expected = 0 if earlier else self._engine.bytes_expected(self._models, self._replicas, self._group)
+        expected = 0 if earlier else checkpoint.bytes_expected(self._models, self._group)
         if not self._first_rank:  # one rank is enough for a file system that all share
             return
         last = checkpoint_folder(self._record.folder, earlier[-1]) if earlier else None

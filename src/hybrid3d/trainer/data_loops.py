@@ -18,9 +18,8 @@ from hybrid3d.config import Recipe
 from hybrid3d.inputs.models import read_data, read_tokenizer
 from hybrid3d.reshard.move.device import device
 from hybrid3d.rl.batch import Batch
-from hybrid3d.rl.data import PromptData, encode_pair
+from hybrid3d.rl.data import Example, PromptData
 from hybrid3d.rl.objective import sft_loss
-from hybrid3d.rl.preference_data import Pair, PairData
 from hybrid3d.rl.preferences import PairObjective, PairScores, PreferenceSettings, score_pairs, token_weights
 from hybrid3d.run.health import Guard
 from hybrid3d.run.live_settings import LiveSettings
@@ -130,15 +129,15 @@ class SftUpdates:
     def update(self, step: int, recipe: Recipe, accepts_grad_norm: Callable[[float], bool]) -> Update:
         policy, tokenizer = self._policy, self._tokenizer
         examples = self._train.batch(step, recipe.sequences_per_step)
-        pairs = [encode_pair(tokenizer, example, policy.config["max_position_embeddings"]) for example in examples]
-        shares = shares_of(recipe, [len(tokens) for tokens, _ in pairs])
-        local = [pairs[i] for i in shares[policy.data_parallel_rank]]
-        batch = Batch.from_sequences([p[0] for p in local], [p[1] for p in local], pad_id=tokenizer.pad_token_id)
+        sequences = [tokens for example in examples for tokens in example.trained]
+        local = shares_of(recipe, list(map(len, sequences)))[policy.data_parallel_rank]
+        prompts = [len(examples[i].prompt_ids) for i in local]
+        batch = Batch.from_sequences([sequences[i] for i in local], prompts, pad_id=tokenizer.pad_token_id)
         report = policy.train_step(batch, sft_loss, recipe, accepts_grad_norm=accepts_grad_norm)
-        num_answer_tokens, metrics = sum(len(tokens) - prompt for tokens, prompt in pairs), StepMetrics()
+        num_answer_tokens, metrics = sum(len(example.answer_ids) for example in examples), StepMetrics()
         if policy.is_reporting_rank:
             metrics.sums = {f"train/{key}": value / num_answer_tokens for key, value in report.sums.items()}
-        return Update(report, metrics, sum(len(tokens) for tokens, _ in pairs))
+        return Update(report, metrics, sum(map(len, sequences)))
 
     def evaluate(self, recipe: Recipe) -> StepMetrics:
         return StepMetrics()
@@ -160,8 +159,6 @@ class DpoUpdates:
         """
         self._policy, self._tokenizer, self._reference = policy, read_tokenizer(recipe), reference
         train, held_out = read_data(recipe, policy.config, self._tokenizer)
-        assert isinstance(train, PairData)
-        assert isinstance(held_out["eval"], PairData)
         self._train, self._held_out = train, held_out["eval"]
         self.data = {"train": train, **held_out}
 
@@ -170,8 +167,8 @@ class DpoUpdates:
         settings, numbers = _settings(recipe), self._local(pairs, recipe)
         batch = self._batch([pairs[i] for i in numbers])
         scores = self._score(batch, recipe)
-        chosen_tokens = sum(len(pair.chosen) - len(pair.prompt_ids) for pair in pairs)
-        tokens = chosen_tokens + sum(len(pair.rejected) - len(pair.prompt_ids) for pair in pairs)
+        chosen_tokens = sum(len(pair.answer_ids) for pair in pairs)
+        tokens = chosen_tokens + sum(len(pair.rejected_ids) for pair in pairs)
         objective = None  # on ranks without the output layer
         if scores is not None:
             weights = token_weights(scores.slopes, settings, len(pairs), chosen_tokens, tokens)
@@ -183,7 +180,7 @@ class DpoUpdates:
             nll = -sums["chosen_logprob"] * len(pairs) / chosen_tokens
             loss = sums.pop("loss") + settings.sft_coef * nll
             metrics.sums = {"train/loss": loss} | {f"preference/{key}": value for key, value in sums.items()}
-        return Update(report, metrics, sum(len(pair.chosen) + len(pair.rejected) for pair in pairs))
+        return Update(report, metrics, sum(len(tokens) for pair in pairs for tokens in pair.trained))
 
     def evaluate(self, recipe: Recipe) -> StepMetrics:
         """Return the means over all held-out pairs, which are read in batches of a step's size."""
@@ -198,14 +195,14 @@ class DpoUpdates:
                 found.update(scores.sums(sum(i < count for i in numbers)))
         return StepMetrics({f"eval/preference_{key}": value / len(held_out) for key, value in found.items()})
 
-    def _local(self, pairs: Sequence[Pair], recipe: Recipe) -> list[int]:
+    def _local(self, pairs: Sequence[Example], recipe: Recipe) -> list[int]:
         """Return the numbers of this data-parallel rank's pairs."""
-        shares = shares_of(recipe, [len(pair.chosen) + len(pair.rejected) for pair in pairs])
+        shares = shares_of(recipe, [sum(map(len, pair.trained)) for pair in pairs])
         return shares[self._policy.data_parallel_rank]
 
-    def _batch(self, pairs: Sequence[Pair]) -> Batch:
+    def _batch(self, pairs: Sequence[Example]) -> Batch:
         """Return the sequences of pairs, the chosen one of each before the rejected one."""
-        sequences = [tokens for pair in pairs for tokens in (pair.chosen, pair.rejected)]
+        sequences = [tokens for pair in pairs for tokens in pair.trained]
         prompts = [len(pair.prompt_ids) for pair in pairs for _ in range(2)]
         return Batch.from_sequences(sequences, prompts, pad_id=self._tokenizer.pad_token_id)
 

@@ -42,15 +42,15 @@ def export(
     Args:
         merged: of a policy with adapters, write the model with them, and not the adapters in PEFT's format.
     """
-    from hybrid3d.trainer.start import train_engine
+    from hybrid3d.train.megatron import checkpoint, runtime
+    from hybrid3d.train.megatron.policy import Policy
 
     rank, console = start.rank, start.console
     group = distributed.start(start.store)
-    training = train_engine()
-    training.initialize(recipe)
+    runtime.initialize(recipe.train, recipe.run.seed)
     config, with_mtp = read_config(recipe.model.path), recipe.train.mtp_loss_coef > 0
-    policy = training.policy(config, recipe, rank, trainable=False, with_mtp=with_mtp)
-    training.load_weights({"policy": policy}, checkpoint_folder(folder, step), group)
+    policy = Policy(config, recipe, rank, trainable=False, with_mtp=with_mtp)
+    checkpoint.load_weights({"policy": policy}, checkpoint_folder(folder, step), group)
     enter_phase("export")
     from_launcher = os.environ.get(UNFINISHED)  # created by our own launcher, which removes it if a rank is killed
     with unfinished_folder(out) if rank == 0 and not from_launcher else nullcontext(from_launcher) as created:
@@ -116,7 +116,7 @@ def write_adapters(
 ) -> Mapping[str, TensorEntry]:
     """Write a policy's adapters in PEFT's format into a folder; every rank writes the boxes it holds."""
     assert recipe.lora is not None, "called for a run with adapters"
-    adapters = policy.adapter_source()
+    adapters = policy.trained_source()
     shapes = adapted_shapes(recipe.lora, model_shapes(recipe.model.path, policy.config))
     entries = {name: TensorEntry(ADAPTER_FILE, shape, recipe.model.dtype) for name, shape in shapes.items()}
     if group.rank() == 0:

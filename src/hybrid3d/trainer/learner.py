@@ -20,8 +20,7 @@ from hybrid3d.run.progress import Progress
 from hybrid3d.train.trained_model import BucketHook, StepReport
 from hybrid3d.trainer.experience import ExperienceMaker
 from hybrid3d.trainer.models import Models
-from hybrid3d.trainer.old_logprobs import FillOldLogprobs
-from hybrid3d.trainer.step_experience import Experience
+from hybrid3d.trainer.step_experience import Experience, FillOldLogprobs
 
 
 class _Updates:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
-from hybrid3d import distributed
+from hybrid3d import launch_environment
 from hybrid3d.config import Recipe
 from hybrid3d.config.interval import is_due
 from hybrid3d.distributed import weights_group
@@ -22,9 +22,9 @@ from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.run.progress import Progress
 from hybrid3d.sync import SyncReport, policy_sync
 from hybrid3d.train.trained_model import BucketHook
-from hybrid3d.trainer.scorers import make_scorers
 from hybrid3d.trainer.trainer import GeneratorInputs
 from hybrid3d.watch.work_meter import record as work_record
+from hybrid3d.workers.reward import make_scorers
 from hybrid3d.workers.roles import WorkerServer
 
 
@@ -58,7 +58,9 @@ class LocalGenerator:
         inputs.policy.offload(recipe.train)  # vLLM sizes its memory by what is free when it starts
         weights = weights_group(group, device())  # not later, for the same reason
         dist.barrier(group)  # ranks read the model at different speeds, and vLLM's start has collectives on GPUs
-        self._engine = RolloutEngine(recipe, group.rank(), new_engine_name(distributed.run_id(), 0, start), slots)
+        self._engine = RolloutEngine(
+            recipe, group.rank(), new_engine_name(launch_environment.run_id(), 0, start), slots
+        )
         meter.asleep = self._engine.asleep_bytes
         work_record.generates(self._engine.rank_in_replica, lambda: self._engine.generated)
         self._sync = policy_sync(

@@ -20,7 +20,9 @@ from hybrid3d.inputs.completions import Completions, EndpointError
 from hybrid3d.inputs.models import read_config
 from hybrid3d.reshard.move.device import device
 from hybrid3d.rl.batch import Batch
-from hybrid3d.train.trained_model import PolicyModel, ScoringModel, TrainedModel, TrainEngine
+from hybrid3d.train.megatron.policy import Policy
+from hybrid3d.train.megatron.value_model import ValueModel
+from hybrid3d.train.trained_model import PolicyModel, ScoringModel, TrainedModel
 
 SEQUENCES_PER_REQUEST, REQUESTS_AT_ONCE = 8, 8
 
@@ -117,22 +119,20 @@ class Models:
     reward_model: ScoringModel | None
 
     @classmethod
-    def of(cls, engine: TrainEngine, recipe: Recipe, policy: PolicyModel, group: dist.ProcessGroup) -> Models:
+    def of(cls, recipe: Recipe, policy: PolicyModel, group: dist.ProcessGroup) -> Models:
         """Build the models that the recipe needs besides the policy."""
         rank = group.rank()
         reference: Reference | None = None
         if recipe.algorithm.kl.endpoint is not None:
             reference = ServedTeacher(recipe, policy, group)
         elif recipe.algorithm.uses_reference:
-            reference = reference_of(engine, recipe, policy, rank)
+            reference = reference_of(recipe, policy, rank)
         critic = reward_model = None
         if recipe.algorithm.uses_critic:
             path, optimizer = recipe.critic.path or recipe.model.path, recipe.critic.optimizer or recipe.optimizer
-            critic = engine.scoring_model(read_config(path), recipe, rank, optimizer, path)
+            critic = ValueModel(read_config(path), recipe, rank, optimizer, path)
         if recipe.reward.model is not None and recipe.roles.reward.ranks is None:
-            reward_model = engine.scoring_model(
-                read_config(recipe.reward.model), recipe, rank, path=recipe.reward.model
-            )
+            reward_model = ValueModel(read_config(recipe.reward.model), recipe, rank, path=recipe.reward.model)
         return cls(policy, reference, critic, reward_model)
 
     @property
@@ -152,10 +152,10 @@ class Models:
             model.offload(train)
 
 
-def reference_of(engine: TrainEngine, recipe: Recipe, policy: PolicyModel, rank: int) -> PolicyModel | BaseOfPolicy:
+def reference_of(recipe: Recipe, policy: PolicyModel, rank: int) -> PolicyModel | BaseOfPolicy:
     """Build the reference of a policy: see `Models`."""
     if not recipe.holds_reference:
         return BaseOfPolicy(policy)
     path = recipe.algorithm.kl.reference or recipe.model.path
     config = policy.config if path == recipe.model.path else read_config(path)
-    return engine.policy(config, recipe, rank, path, trainable=False)
+    return Policy(config, recipe, rank, path, trainable=False)

@@ -22,11 +22,12 @@ from hybrid3d.replay.plan import training_recipe
 from hybrid3d.replay.step_record import StepRecord, read_step
 from hybrid3d.reshard.move.device import ON_CUDA
 from hybrid3d.run.folder import checkpoint_folder, recorded_folder
-from hybrid3d.run.health import MAX_EXPLAINED_MISMATCH, Guard
+from hybrid3d.run.health import MAX_EXPLAINED_MISMATCH, Guard, least_precise
 from hybrid3d.run.live_settings import override_settings
 from hybrid3d.run.logger import RunLogger
 from hybrid3d.run.progress import Progress
-from hybrid3d.train.trained_model import TrainEngine
+from hybrid3d.train.megatron import checkpoint
+from hybrid3d.train.megatron.policy import Policy
 from hybrid3d.trainer.learner import Learner
 from hybrid3d.trainer.models import Models
 from hybrid3d.trainer.step_recorder import StepCapture
@@ -82,7 +83,6 @@ class ReplayReport:
 
 def replay(
     recipe: Recipe,
-    training: TrainEngine,
     overrides: Sequence[str],
     start: int,
     step: int,
@@ -93,7 +93,6 @@ def replay(
 
     Args:
         recipe: of the run, as `training_recipe` returns it with these overrides.
-        training: builds the models.
         start: the step of a checkpoint, or 0 for the model before training.
         record: of the run; nothing is written to it.
 
@@ -103,11 +102,11 @@ def replay(
     Raises:
         BrokenCheckpoint, BrokenRecord: the checkpoint or a recorded step is damaged.
     """
-    policy = training.policy(read_config(recipe.model.path), recipe, group.rank())
-    models = Models.of(training, recipe, policy, group)
+    policy = Policy(read_config(recipe.model.path), recipe, group.rank())
+    models = Models.of(recipe, policy, group)
     learner = Learner(recipe, models, Guard(record), read_tokenizer(recipe).pad_token_id, group)
     if start:
-        saved = training.load_checkpoint(models.trained, checkpoint_folder(record.folder, start), group)
+        saved = checkpoint.load(models.trained, checkpoint_folder(record.folder, start), group)
         progress = Progress.from_json(saved)
         changed = progress.control["settings"]  # of these, the learner's state depends on those of the KL only
         settings = {key: value for key, value in changed.items() if key.startswith("algorithm.kl.")}
@@ -143,6 +142,12 @@ def _summation(recipe: Recipe) -> Any:
     return replace(recipe.train, offload_parameters=False, offload_gradients=False, offload_optimizer=False)
 
 
+def _explained(settings: Recipe, has_experts: bool) -> float:
+    """Return the mean difference of log-probabilities, in nats, that rounding in training with a recipe explains."""
+    dtype, _ = least_precise(training_recipe(settings))
+    return MAX_EXPLAINED_MISMATCH[dtype][has_experts]
+
+
 def _report(
     start: int,
     recorded: StepRecord,
@@ -164,7 +169,7 @@ def _report(
         metrics={key: (recorded.metrics.get(key), replayed.metrics.get(key)) for key in keys},
         largest={name: float(gap.max(initial=0.0)) for name, gap in gaps.items()},
         mean_logprob_difference=float(gaps["logprobs"].mean(dtype=np.float64)),
-        bound=MAX_EXPLAINED_MISMATCH[recorded.settings.model.dtype][has_experts],
+        bound=max(_explained(one.settings, has_experts) for one in (recorded, replayed)),
         difference=earlier or first_difference(recorded, replayed),
     )
 

@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from hybrid3d import distributed
+from hybrid3d import distributed, launch_environment
 from hybrid3d.config import Recipe, RecipeError
 from hybrid3d.families import family_of
+from hybrid3d.generation.evaluation import format_files, format_result
 from hybrid3d.inputs.models import read_config, read_tokenizer
 from hybrid3d.inputs.tokenizer_files import tokenizer_assumptions
-from hybrid3d.launch_environment import local_world_size
 from hybrid3d.ledger import RankStart
 from hybrid3d.planning.hardware import total_memory
 from hybrid3d.run.folder import RunFolder, checkpoint_folder, draw_curves
 from hybrid3d.run.identity import RunIdentity
 from hybrid3d.run.identity import begin as begin_run
+from hybrid3d.run.logger import Display, RunLogger
 from hybrid3d.run.oom_recovery import OomRecovery, find_out_of_memory
 from hybrid3d.scoring.code import sandbox
 from hybrid3d.watch.heartbeat import enter_phase
@@ -30,8 +31,7 @@ from hybrid3d.workers.loop import run_worker
 if TYPE_CHECKING:
     from hybrid3d.run.health import Guard
     from hybrid3d.run.live_settings import LiveSettings
-    from hybrid3d.run.logger import RunLogger
-    from hybrid3d.train.trained_model import TrainedModels, TrainEngine
+    from hybrid3d.train.trained_model import TrainedModels
     from hybrid3d.trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -44,9 +44,7 @@ def train(recipe: Recipe, folder: RunFolder, start: RankStart) -> None:
         return run_worker(recipe, start)
     slots = _slots(recipe, folder, start) if recipe.algorithm.generates and not recipe.is_split else ()
     group = start_training(recipe, start)
-    from hybrid3d.run.display import Display
     from hybrid3d.run.live_settings import LiveSettings
-    from hybrid3d.run.logger import RunLogger
     from hybrid3d.train.megatron.runtime import in_use
 
     if rank == 0:
@@ -83,13 +81,9 @@ def evaluate(recipe: Recipe, folder: RunFolder, step: int, as_json: bool, start:
     rank, console = start.rank, start.console
     if rank not in recipe.role_ranks["train"]:
         return run_worker(recipe, start)
-    from hybrid3d.run.display import Display
-    from hybrid3d.run.logger import RunLogger
 
     slots = () if recipe.is_split else _slots(recipe, folder, start)
     group = start_training(recipe, start)
-    from hybrid3d.generation.evaluation import format_files, format_result
-
     messages = None if as_json else console
     record = RunLogger(folder, rank, Display(recipe.name, recipe.run.steps, messages), keeps_events=False)
     trainer = _make_trainer(recipe, start, group, slots, record, weights_of=checkpoint_folder(folder, step))
@@ -121,8 +115,6 @@ def replay(
     """
     rank, console = this.rank, this.console
     group = start_training(recipe, this)
-    from hybrid3d.run.display import Display
-    from hybrid3d.run.logger import RunLogger
     from hybrid3d.trainer.replay import print_replay
     from hybrid3d.trainer.replay import replay as replay_steps
 
@@ -130,7 +122,7 @@ def replay(
     messages = None if as_json else console
     record = RunLogger(folder, rank, Display(recipe.name, recipe.run.steps, messages), keeps_events=False)
     start = distributed.broadcast_object(start, group)  # a run that goes on may have written a checkpoint meanwhile
-    report = replay_steps(recipe, train_engine(), overrides, start, step, record, group)
+    report = replay_steps(recipe, overrides, start, step, record, group)
     if report is not None:
         result = report.as_json()
         folder.write_replay(step, result)
@@ -147,19 +139,12 @@ def _slots(recipe: Recipe, folder: RunFolder, start: RankStart) -> Sequence[int]
     return choose_placement(recipe, start.store, folder.path, start.progress.restart_count)
 
 
-def train_engine() -> TrainEngine:
-    """Return what builds models in the train layout."""
-    from hybrid3d.train.megatron.engine import MegatronEngine
-
-    return MegatronEngine()
-
-
 def start_training(recipe: Recipe, start: RankStart) -> dist.ProcessGroup:
     """Create the default process group of the ranks that train, and Megatron's, with the memory that they take."""
     from hybrid3d.train.megatron import runtime
 
     group = distributed.start_among(recipe.role_ranks["train"], f"train/{start.progress.restart_count}", start.store)
-    train_engine().initialize(recipe)
+    runtime.initialize(recipe.train, recipe.run.seed)
     config = read_config(recipe.model.path)
     runtime.use_groups(recipe.train, family_of(config).experts(config) is not None)
     return group
@@ -191,7 +176,7 @@ def _make_trainer(
         from hybrid3d.trainer.local_generator import LocalGenerator
 
         make = partial(LocalGenerator, recipe=recipe, group=group, slots=slots, workers=workers, start=attempt)
-    return Trainer(recipe, train_engine(), group, make, guard, weights_of, workers)
+    return Trainer(recipe, group, make, guard, weights_of, workers)
 
 
 def _train_rl(
@@ -209,9 +194,8 @@ def _train_rl(
     assert models is not None, "with a guard it trains"
     record.data({"train": trainer.train, **trainer.held_out})
     identity = _identity(live, record, group)
-    engine, replicas = train_engine(), recipe.train.dp * recipe.train.cp
-    sharding = _decide_sharding(recipe, engine, models.trained, record, group)
-    checkpoints = Checkpoints(engine, models.trained, replicas, record, group, identity, sharding)
+    sharding = _decide_sharding(recipe, models.trained, record, group)
+    checkpoints = Checkpoints(models.trained, record, group, identity, sharding)
     recorder = StepRecorder(models.trained, models.policy.is_reporting_rank, record.folder, group, identity)
     train_rl(trainer, live, checkpoints, StepLog(trainer, record, recorder, guard, group))
 
@@ -220,21 +204,22 @@ def _train_on_data(
     live: LiveSettings, record: RunLogger, start: RankStart, group: dist.ProcessGroup, slots: Sequence[int]
 ) -> None:
     from hybrid3d.run.health import Guard
+    from hybrid3d.train.megatron.policy import Policy
     from hybrid3d.trainer.checkpoints import Checkpoints
     from hybrid3d.trainer.data_loops import DataUpdates, DpoUpdates, SftUpdates, train_on_data
     from hybrid3d.trainer.models import reference_of
 
-    guard, recipe, engine, rank = Guard(record), live.recipe, train_engine(), group.rank()
-    policy = engine.policy(read_config(recipe.model.path), recipe, rank)
+    guard, recipe, rank = Guard(record), live.recipe, group.rank()
+    policy = Policy(read_config(recipe.model.path), recipe, rank)
     updates: DataUpdates
     if recipe.algorithm.uses_pairs:
         uses_reference = recipe.algorithm.uses_reference
-        updates = DpoUpdates(recipe, policy, reference_of(engine, recipe, policy, rank) if uses_reference else None)
+        updates = DpoUpdates(recipe, policy, reference_of(recipe, policy, rank) if uses_reference else None)
     else:
         updates = SftUpdates(recipe, policy)
-    replicas, identity = recipe.train.dp * recipe.train.cp, _identity(live, record, group)
-    sharding = _decide_sharding(recipe, engine, {"policy": policy}, record, group)
-    checkpoints = Checkpoints(engine, {"policy": policy}, replicas, record, group, identity, sharding)
+    identity = _identity(live, record, group)
+    sharding = _decide_sharding(recipe, {"policy": policy}, record, group)
+    checkpoints = Checkpoints({"policy": policy}, record, group, identity, sharding)
     train_on_data(updates, policy, live, guard, checkpoints, record, group)
 
 
@@ -243,9 +228,13 @@ def _identity(live: LiveSettings, record: RunLogger, group: dist.ProcessGroup) -
     return RunIdentity.of_run(record.folder, live.initial_recipe) if group.rank() == 0 else None
 
 
-def _decide_sharding(
-    recipe: Recipe, engine: TrainEngine, models: TrainedModels, record: RunLogger, group: dist.ProcessGroup
-) -> str:
+def training_ranks_here(recipe: Recipe) -> int:
+    """Return the number of ranks that train on this node, of which this process is one; the first ranks train."""
+    first = launch_environment.rank() - launch_environment.local_rank()
+    return min(launch_environment.local_world_size(), recipe.train_ranks - first)
+
+
+def _decide_sharding(recipe: Recipe, models: TrainedModels, record: RunLogger, group: dist.ProcessGroup) -> str:
     """Return how checkpoints save optimizers, by the memory of the nodes that the run is on.
 
     It is the same on all ranks of the group, which call this together.
@@ -254,16 +243,16 @@ def _decide_sharding(
         RecipeError: `dp_reshardable` is set, and ranks have no part of a bucket.
     """
     from hybrid3d.planning.checkpoint_memory import choose_sharding
-    from hybrid3d.train.trained_model import DP_RESHARDABLE, FULLY_RESHARDABLE
+    from hybrid3d.train.megatron.checkpoint import DP_RESHARDABLE, FULLY_RESHARDABLE, can_shard_by_ranks, host_bytes
 
-    gathered, capacity = engine.host_bytes(models, FULLY_RESHARDABLE), total_memory()
-    ranks = local_world_size()
+    gathered, capacity = host_bytes(models, FULLY_RESHARDABLE), total_memory()
+    ranks = training_ranks_here(recipe)
     votes = distributed.gather_objects(
         (choose_sharding(recipe.run.optimizer_sharding, ranks * gathered, capacity), ranks * gathered, capacity), group
     )
     sharding: str
     sharding, needed, memory = next((vote for vote in votes if vote[0] == DP_RESHARDABLE), votes[0])
-    if sharding == DP_RESHARDABLE and not engine.can_shard_by_ranks(models, group):
+    if sharding == DP_RESHARDABLE and not can_shard_by_ranks(models, group):
         problem = f"train.dp={recipe.train.dp}: of a bucket of gradients some ranks have no part, only padding"
         if recipe.run.optimizer_sharding != "auto":
             fix = "lower train.dp, or set run.optimizer_sharding=fully_reshardable"

@@ -42,7 +42,6 @@ class StepLog:
         self._dense_reason: str | None = None
         self._sync_choice = ""
         self._told_truncated = False
-        self._temperature: float | None = None
 
     def begin(self, step: int, recipe: Recipe) -> None:
         """Begin a step, with its settings."""
@@ -60,7 +59,6 @@ class StepLog:
         self._synced = report
         self._tell_of_sync(report)
         self._tell_of_truncation()
-        self._tell_of_temperature()
 
     def evaluated(self, result: EvalResult) -> None:
         """Take in an evaluation."""
@@ -147,20 +145,3 @@ class StepLog:
             )
             self._record.event("sampling_truncated", message, step=self._step, **truncations)
             self._told_truncated = True
-
-    def _tell_of_temperature(self) -> None:
-        """Tell that the temperature has changed where samples may be older than the step: they were made at another.
-
-        Training has the probabilities of all samples at the step's temperature.
-        """
-        before, now = self._temperature, self._rollout.temperature
-        self._temperature = now
-        step, staleness = self._step, self._recipe.async_.max_staleness
-        if staleness and before not in (None, now):
-            message = (
-                f"step {step}: rollout.temperature is {now:g} and was {before:g}: for up to {staleness} steps samples "
-                "that were generated before are trained with their probabilities at the new one (async.max_staleness)"
-            )
-            self._record.event(
-                "temperature_changed", message, step=step, temperature=now, before=before, steps=staleness
-            )

@@ -1,4 +1,4 @@
-"""The trainer: the models on the ranks that train, and the generator of their samples. Imports no engine."""
+"""The trainer: the models on the ranks that train, and the generator of their samples. Imports no vLLM."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from hybrid3d.run.health import Guard
 from hybrid3d.run.metrics import StepMetrics, Stopwatch
 from hybrid3d.run.progress import Progress
 from hybrid3d.sync import SyncReport
-from hybrid3d.train.trained_model import BucketHook, PolicyModel, TrainEngine
+from hybrid3d.train.megatron import checkpoint
+from hybrid3d.train.megatron.policy import Policy
+from hybrid3d.train.trained_model import BucketHook, PolicyModel
 from hybrid3d.trainer.learner import Learner
 from hybrid3d.trainer.models import Models
 from hybrid3d.trainer.step_experience import Experience
@@ -129,7 +131,6 @@ class Trainer:
     def __init__(
         self,
         recipe: Recipe,
-        training: TrainEngine,
         group: dist.ProcessGroup,
         make_generator: MakeGenerator,
         guard: Guard | None = None,
@@ -138,7 +139,6 @@ class Trainer:
     ):
         """
         Args:
-            training: builds the models.
             guard: the guard of a run that trains; None if it does not train.
             weights_of: a checkpoint whose weights the policy loads instead of those of `model.path`.
 
@@ -148,9 +148,9 @@ class Trainer:
         self._group, self.workers, self._busy = group, workers, Stopwatch()
         config, tokenizer = read_config(recipe.model.path), read_tokenizer(recipe)
         self.train, self.held_out = read_data(recipe, config, tokenizer)
-        self._policy = training.policy(config, recipe, group.rank(), trainable=guard is not None)
+        self._policy: PolicyModel = Policy(config, recipe, group.rank(), trainable=guard is not None)
         if weights_of is not None:
-            training.load_weights({"policy": self._policy}, weights_of, group)
+            checkpoint.load_weights({"policy": self._policy}, weights_of, group)
         work_record.trains(recipe, group.rank())
         overlaps = guard is not None and recipe.overlaps_sync
         inputs = GeneratorInputs(self._policy, tokenizer, self.train, self.held_out, overlaps)
@@ -159,7 +159,7 @@ class Trainer:
         self.models: Models | None = None
         if guard is not None:
             self._generator.end()
-            self.models = Models.of(training, recipe, self._policy, group)
+            self.models = Models.of(recipe, self._policy, group)
             self._learner = Learner(recipe, self.models, guard, tokenizer.pad_token_id, group)
 
     def sync(self, version: int, recipe: Recipe) -> SyncReport:

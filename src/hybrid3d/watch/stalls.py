@@ -8,7 +8,6 @@ executor of a sync tells its bucket by `awaited_bucket`. Nothing is recorded bef
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -23,7 +22,7 @@ WAITING_ANYWHERE = ("torch.distributed.distributed_c10d", "vllm.distributed.")
 WAITING_INNERMOST = (
     *("megatron.core.distributed.", "megatron.core.pipeline_parallel.", "megatron.core.tensor_parallel."),
     *("hybrid3d.reshard.move.transport", "hybrid3d.reshard.move.nixl", "hybrid3d.reshard.move.lent_memory"),
-    *("hybrid3d.distributed", "hybrid3d.generation.delivery"),
+    *("hybrid3d.distributed", "hybrid3d.generation.exchange"),
 )
 WAITING_OURS = ("hybrid3d.workers.", "hybrid3d.sync.", "hybrid3d.trainer.remote_generator")
 # Modules whose functions have their process group in these variables, or in these attributes of `self`. The variables
@@ -158,14 +157,6 @@ class Standstill:
 
     def __str__(self) -> str:
         return f"phase {self.phase}, in {self.where}"
-
-
-def read_standstill(message: str) -> Standstill:
-    """Return what a rank has told, as JSON of a standstill's fields."""
-    fields = json.loads(message)
-    if fields["wait"] is not None:
-        fields["wait"] = Wait(**fields["wait"] | {"ranks": tuple(fields["wait"]["ranks"])})
-    return Standstill(**fields)
 
 
 def awaited_ranks(rank: int, known: Mapping[int, Standstill]) -> tuple[int, ...]:

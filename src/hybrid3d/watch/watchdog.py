@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
-import json
 import logging
 import os
 import shutil
@@ -23,6 +22,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from types import FrameType
 
+import msgspec
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
@@ -37,7 +37,6 @@ from hybrid3d.watch.stalls import (
     describe_frame,
     find_wait,
     places,
-    read_standstill,
     standstill_message,
     waits,
     waits_for,
@@ -168,7 +167,7 @@ class Watchdog:
                 store = clone_store(self._store)
                 for rank in set(range(self._world_size)) - {self._rank, lost}:
                     if told := ledger.read_standstill(store, rank):
-                        found[rank] = read_standstill(told)
+                        found[rank] = msgspec.json.decode(told, type=Standstill)
             known.update(found)
 
         reading = threading.Thread(target=read, name="waits", daemon=True)
@@ -230,7 +229,7 @@ class Watchdog:
             ledger.tell_standstill(self._store, self._rank, "")
         self._has_told = standing is not None
         if standing is not None:
-            ledger.tell_standstill(self._store, self._rank, json.dumps(asdict(standing)))
+            ledger.tell_standstill(self._store, self._rank, msgspec.json.encode(standing).decode())
             if standing.seconds > self._limit and ledger.do_all_stand(self._store):
                 self._dump(standing)
             self._times_told += self._dumped
@@ -246,7 +245,7 @@ class Watchdog:
             told, message = self._told.get(rank, RankStatus()), ledger.read_standstill(self._store, rank)
             polls = told.polls + 1 if message == told.message else 0
             self._told[rank] = RankStatus(message, polls, told.seen + 1 if message and polls < STALE_POLLS else 0)
-        found = {rank: read_standstill(told.message) for rank, told in self._told.items() if told.seen}
+        found = {r: msgspec.json.decode(told.message, type=Standstill) for r, told in self._told.items() if told.seen}
         standing = {r: place for r, place in found.items() if place.seconds > self._limit and self._told[r].seen > 1}
         known = {rank: place for rank, place in found.items() if place.waits or rank in standing}
         if not any(told.seen for told in self._told.values()):
@@ -279,7 +278,7 @@ class Watchdog:
             return
         self._looks_left -= 1
         told = ledger.read_works(self._store, range(self._world_size))
-        works = {rank: work_meter.read_message(message) for rank, message in told.items()}
+        works = {rank: msgspec.json.decode(message, type=work_meter.Work) for rank, message in told.items()}
         for slow in work_meter.find_slow_ranks(works, SAMPLE_SECONDS):
             if (slow.rank, slow.phase) not in self._slow:
                 self._slow.add((slow.rank, slow.phase))

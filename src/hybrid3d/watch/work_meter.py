@@ -7,14 +7,14 @@ generation per token and per pass of the model: a rank is slow only if it is by 
 
 from __future__ import annotations
 
-import json
 import math
 import socket
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+
+import msgspec
 
 from hybrid3d.config import Recipe
 
@@ -109,18 +109,12 @@ class WorkRecord:
             current.seconds[name] = round(current.seconds.get(name, 0.0) + seconds, 3)
 
     def message(self) -> str:
-        """Return what rank 0 needs to compare this rank."""
-        return json.dumps(asdict(Work(socket.gethostname(), self._parts, list(self._steps))))
+        """Return what rank 0 needs to compare this rank: a `Work` as JSON."""
+        return msgspec.json.encode(Work(socket.gethostname(), self._parts, list(self._steps))).decode()
 
 
 record = WorkRecord()
 """Of this process."""
-
-
-def read_message(message: str) -> Work:
-    """Return what a rank's message says."""
-    found: dict[str, Any] = json.loads(message)
-    return Work(found["host"], found["parts"], [StepWork(**step) for step in found["steps"]])
 
 
 @dataclass(frozen=True)
@@ -162,7 +156,7 @@ def find_slow_ranks(works: Mapping[int, Work], sample_seconds: float) -> list[Sl
         ranks = [rank for rank, steps in of_ranks.items() if max(steps) >= newest - LATE]
         if len(ranks) < 2:
             continue
-        common = sorted(set.intersection(*(set(steps) for steps in of_ranks.values())))
+        common = sorted(set.intersection(*(set(of_ranks[rank]) for rank in ranks)))
         table = [_with_typical({rank: of_ranks[rank][step] for rank in ranks}, phase) for step in common]
         for rank in ranks:
             slow = _slowness([of_step[rank] for of_step in table], sample_seconds)

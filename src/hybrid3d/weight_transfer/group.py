@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,10 +15,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
-from torch.distributed import distributed_c10d
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
 
 from hybrid3d import ledger
-from hybrid3d.distributed import clone_store, interface_of
+from hybrid3d.distributed import clone_store, group_outside, interface_of
 from hybrid3d.launch_environment import source_address
 from hybrid3d.reshard import JsonExchange, Resharder, WeightSink, WeightSource
 
@@ -31,48 +30,28 @@ class TransferFailed(RuntimeError):
     """Raised if vLLM has not got the weights; the trainer must connect anew."""
 
 
-@dataclass(frozen=True)
-class Rendezvous:
-    """How the members of a group find each other.
+@dataclass
+class WorkerInitInfo(WeightTransferInitInfo):
+    """What a trainer tells the workers when it begins, and how all members of the group find each other.
 
     Attributes:
-        address: where the first rank of the trainer listens.
+        master_address, master_port: where the first rank of the trainer listens.
         session: a name that no other group has.
-        size: how many members there are.
+        rank_offset: the rank of the first worker, which is the number of the trainer's ranks.
+        world_size: how many members there are.
         device: the type of all members' devices, `cpu` or `cuda`.
         timeout: seconds for which a member waits for others.
         bucket_bytes: the size of a staging buffer.
     """
 
-    address: str
+    master_address: str
+    master_port: int
     session: str
-    size: int
+    rank_offset: int
+    world_size: int
     device: str
     timeout: float
     bucket_bytes: int
-
-
-def host_store(address: str, port: int, timeout: float) -> TCPStore:
-    """Return a store in this process that listens at this address alone; torch's own listens at all of the machine.
-
-    Args:
-        port: 0 for any that is free; `port` of the store says which.
-
-    Raises:
-        OSError: nothing can listen there.
-    """
-    family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    with socket.create_server(where[:2], family=family, backlog=2048) as listening:
-        port = listening.getsockname()[1]
-        return TCPStore(
-            address,
-            port,
-            None,
-            True,
-            timedelta(seconds=timeout),
-            wait_for_workers=False,
-            master_listen_fd=os.dup(listening.fileno()),
-        )
 
 
 def find_store(address: str, port: int, timeout: float) -> TCPStore:
@@ -122,7 +101,7 @@ class Membership:
         self,
         store: Store,
         rank: int,
-        where: Rendezvous,
+        info: WorkerInitInfo,
         source: WeightSource,
         sink: WeightSink,
         device: torch.device | str,
@@ -137,11 +116,11 @@ class Membership:
             ValueError: gloo cannot listen at this machine's address on the way to the trainer.
             PlanError, UnsupportedLoader: as `Resharder`.
         """
-        self.store, self._cuda, self._watching = store, where.device == "cuda", True
-        self._group = _make_group(store, rank, where)
+        self.store, self._cuda, self._watching = store, info.device == "cuda", True
+        self._group = _make_group(store, rank, info)
         try:
             nodes = JsonExchange(self._group).unique(BOOT_ID.read_text(encoding="ascii"))
-            self.ranks, per_node = number_by_node(nodes, where.size)
+            self.ranks, per_node = number_by_node(nodes, info.world_size)
             if self._cuda:
                 threading.Thread(target=self._watch, name="trainer", daemon=True).start()
             self.resharder = Resharder(
@@ -149,7 +128,7 @@ class Membership:
                 sink,
                 self._group,
                 device=device,
-                bucket_bytes=where.bucket_bytes,
+                bucket_bytes=info.bucket_bytes,
                 ranks=self.ranks,
                 ranks_per_node=per_node,
             )
@@ -195,28 +174,17 @@ def number_by_node(nodes: Sequence[tuple[Sequence[int], str]], size: int) -> tup
     return ranks, per_node
 
 
-def _make_group(store: Store, rank: int, where: Rendezvous) -> dist.ProcessGroup:
-    """Create the group; torch has no public function for one outside of the default group."""
-    own = source_address(where.address)
+def _make_group(store: Store, rank: int, info: WorkerInitInfo) -> dist.ProcessGroup:
+    """Create the group, outside of the default group."""
+    own = source_address(info.master_address)
     interface = interface_of(own)
     if interface is None:
         raise ValueError(
-            f"{own}, this machine's address on the way to {where.address}, is no interface's first address"
+            f"{own}, this machine's address on the way to {info.master_address}, is no interface's first address"
         )
     with _gloo_listens_at(interface):
-        group: dist.ProcessGroup
-        group, _ = distributed_c10d._new_process_group_helper(
-            where.size,
-            rank,
-            [],  # not a part of the default group
-            dist.Backend("cpu:gloo,cuda:nccl" if where.device == "cuda" else "gloo"),
-            store,
-            group_name=distributed_c10d.GroupName(where.session),
-            timeout=timedelta(seconds=where.timeout),
-            group_desc="weight transfer",
-        )
-    distributed_c10d._world.pg_group_ranks[group] = {member: member for member in range(where.size)}
-    return group
+        backend, timeout = "cpu:gloo,cuda:nccl" if info.device == "cuda" else "gloo", timedelta(seconds=info.timeout)
+        return group_outside(rank, info.world_size, backend, store, info.session, timeout, "weight transfer")
 
 
 @contextmanager

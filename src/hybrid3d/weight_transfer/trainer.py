@@ -17,20 +17,19 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from vllm.distributed.weight_transfer import base
 
 from hybrid3d import ledger
-from hybrid3d.distributed import is_lost_peer
+from hybrid3d.distributed import host_store, is_lost_peer
 from hybrid3d.reshard import NoSink, PlainSource
 from hybrid3d.weight_transfer import BACKEND, register
 from hybrid3d.weight_transfer.group import (
     MEETING_POLL_SECONDS,
     Membership,
-    Rendezvous,
     TransferFailed,
+    WorkerInitInfo,
     find_store,
-    host_store,
     meet,
 )
 from hybrid3d.weight_transfer.sources import read_source
-from hybrid3d.weight_transfer.worker import LOST, UpdateInfo, WorkerInitInfo
+from hybrid3d.weight_transfer.worker import LOST, UpdateInfo
 
 CAUSE_SECONDS = 10.0  # in which vLLM says why a worker has gone
 MIB = 2**20
@@ -48,7 +47,7 @@ class TrainerInitInfo(base.TrainerInitInfo):
         world_size: the trainer's ranks and vLLM's workers together.
         num_trainer_ranks: the trainer's ranks.
         timeout: seconds for which a member waits for others.
-        bucket_mib: the size of each of two staging buffers, in MiB.
+        bucket_mib: the size of each of two staging buffers, in MiB; the same on each rank.
         rank: of this process among the trainer's.
     """
 
@@ -99,7 +98,7 @@ class TrainerEngine(base.TrainerWeightTransferEngine):
         super().__init__(client=client, source=source, is_sender=info.is_sender)
         self.rank = info.rank  # vLLM 0.33 has it, too
         self.reports: tuple[WorkerReport, ...] = ()
-        self._info, self._updates = info, 0
+        self._info, self._updates, self._answers = info, 0, 0
         self._read, self._holdings = read_source(source, info.rank)
         self._device = _device_of(self._read())
         self._tensors: dict[str, torch.Tensor] = {}  # only during an update: a source may make new ones for each
@@ -117,7 +116,8 @@ class TrainerEngine(base.TrainerWeightTransferEngine):
                 see `read_source`.
 
         Raises:
-            PlanError: vLLM wants a tensor that the trainer does not have, or the other way round.
+            PlanError: vLLM wants a tensor that the trainer does not have, or the other way round, or ranks differ in
+                `bucket_mib`.
             TransferFailed: vLLM's workers cannot take part.
         """
         if source is None:
@@ -149,30 +149,28 @@ class TrainerEngine(base.TrainerWeightTransferEngine):
         info, device = self._info, self._device
         self._store = raw = self._find_store()
         session = ledger.open_session(raw) if info.is_sender else ledger.read_session(raw)
-        bucket_bytes = info.bucket_mib * MIB
-        where = Rendezvous(info.master_address, session, info.world_size, device.type, info.timeout, bucket_bytes)
+        for_all = WorkerInitInfo(
+            master_address=info.master_address,
+            master_port=raw.port,
+            session=session,
+            rank_offset=info.num_trainer_ranks,
+            world_size=info.world_size,
+            device=device.type,
+            timeout=info.timeout,
+            bucket_bytes=info.bucket_mib * MIB,
+        )
         store = PrefixStore(session, raw)
         ledger.join(store)
         # vLLM is asked once all ranks are there: each learns why it refuses, and none waits for a store that is gone
         meet(store, ledger.count_joined, info.num_trainer_ranks, info.timeout)
         if info.is_sender:
-            for_workers = WorkerInitInfo(
-                master_address=info.master_address,
-                master_port=raw.port,
-                session=session,
-                rank_offset=info.num_trainer_ranks,
-                world_size=info.world_size,
-                device=device.type,
-                timeout=info.timeout,
-                bucket_bytes=bucket_bytes,
-            )
-            self._call(self.client.init_weight_transfer_engine, asdict(for_workers))
+            self._call(self.client.init_weight_transfer_engine, asdict(for_all))
         meet(store, ledger.count_joined, info.world_size, info.timeout, lambda: self._pass_on_refusal(store))
         if info.is_sender:
             ledger.forget_session(raw)  # a rank that connects anew too early would join it
         source = PlainSource(self._tensors, self._holdings)
-        self._membership = Membership(store, info.rank, where, source, NoSink(), device)
-        self._wait_for_answer()
+        self._membership = Membership(store, info.rank, for_all, source, NoSink(), device)
+        self._wait_for_answer(store)
 
     def _find_store(self) -> TCPStore:
         info = self._info
@@ -197,9 +195,9 @@ class TrainerEngine(base.TrainerWeightTransferEngine):
         received = resharder.exchange.unique((resharder.exchange.rank, 0, 0))
         by_rank = {rank: WorkerReport(*counted) for _, (rank, *counted) in received}
         self.reports = tuple(by_rank[rank] for rank in membership.ranks[info.num_trainer_ranks :])
-        self._wait_for_answer()
+        self._wait_for_answer(store)
         self._call(self.client.finish_weight_update, weight_version)
-        self._wait_for_answer()
+        self._wait_for_answer(store)
 
     def _start(self, update: Mapping[str, Any]) -> None:
         self.client.start_weight_update()
@@ -220,12 +218,24 @@ class TrainerEngine(base.TrainerWeightTransferEngine):
 
         threading.Thread(target=work, name="vLLM", daemon=True).start()  # nobody waits for it when the trainer ends
 
-    def _wait_for_answer(self) -> None:
+    def _wait_for_answer(self, store: Store) -> None:
+        """Wait until vLLM has answered rank 0's call, and all ranks of the trainer know."""
+        info, before = self._info, self._answers * self._info.num_trainer_ranks
+        self._answers += 1
         if self.is_sender:
             try:
-                self._answer.result(self._info.timeout)
+                self._answer.exception(info.timeout)
             except TimeoutError:
-                raise TransferFailed(f"vLLM has not answered within {self._info.timeout:g} s") from None
+                self._answer = Future[None]()
+                self._answer.set_exception(TransferFailed(f"vLLM has not answered within {info.timeout:g} s"))
+            self._pass_on_refusal(store)
+            self._answer.result()
+            ledger.hear_answer(store)
+            meet(store, ledger.count_heard, before + info.num_trainer_ranks, info.timeout)  # before the store is gone
+        else:
+            patience = info.timeout + CAUSE_SECONDS  # rank 0 says what has failed
+            meet(store, ledger.count_heard, before + 1, patience, lambda: self._pass_on_refusal(store))
+            ledger.hear_answer(store)
 
     def _pass_on_refusal(self, store: Store) -> None:
         """Tell the other members that vLLM has refused rank 0's call; the store is kept until the ranks know."""

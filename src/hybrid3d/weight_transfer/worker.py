@@ -8,11 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferUpdateInfo
 from vllm.logger import init_logger
 
 from hybrid3d import ledger
@@ -20,32 +16,12 @@ from hybrid3d.distributed import is_lost_peer
 from hybrid3d.reshard import CorruptTensors, NoSource, PlanError
 from hybrid3d.rollout.loader_trace import UnsupportedLoader
 from hybrid3d.rollout.sink import VllmSink
-from hybrid3d.weight_transfer.group import Membership, Rendezvous, TransferFailed, find_store, meet
+from hybrid3d.weight_transfer.group import Membership, TransferFailed, WorkerInitInfo, find_store, meet
 
 logger = init_logger(__name__)
 
 LOST = "the connection to another member of the transfer was lost"
 EXPECTED = (CorruptTensors, PlanError, TransferFailed, UnsupportedLoader)
-
-
-@dataclass
-class WorkerInitInfo(WeightTransferInitInfo):
-    """What a trainer tells the workers when it begins.
-
-    Attributes:
-        rank_offset: the rank of the first worker, which is the number of the trainer's ranks.
-        bucket_bytes: the size of a staging buffer.
-        Others: see `Rendezvous`.
-    """
-
-    master_address: str
-    master_port: int
-    session: str
-    rank_offset: int
-    world_size: int
-    device: str
-    timeout: float
-    bucket_bytes: int
 
 
 @dataclass
@@ -93,21 +69,24 @@ class WorkerEngine(WeightTransferEngine):
         info: WorkerInitInfo = super().parse_init_info(dict(init_info))
         parallel = self.parallel_config
         rank = info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        where = Rendezvous(
-            info.master_address, info.session, info.world_size, info.device, info.timeout, info.bucket_bytes
-        )
         store = PrefixStore(info.session, find_store(info.master_address, info.master_port, info.timeout))
-        refusal = self._refusal(info)
+        refusal = self._refusal(info, rank)
         if refusal:
             ledger.refuse(store, refusal)  # the other members wait for this one
             raise TransferFailed(refusal)
         ledger.join(store)
         meet(store, ledger.count_joined, info.world_size, info.timeout)
         sink = VllmSink(self.model, self.vllm_config)
-        self._membership = Membership(store, rank, where, NoSource(), sink, self.device)
+        self._membership = Membership(store, rank, info, NoSource(), sink, self.device)
 
-    def _refusal(self, info: WorkerInitInfo) -> str:
+    def _refusal(self, info: WorkerInitInfo, rank: int) -> str:
         """Return why this worker cannot take part; empty if it can."""
+        if rank >= info.world_size:
+            workers, expected = rank + 1 - info.rank_offset, info.world_size - info.rank_offset
+            return (
+                f"vLLM has {workers} workers or more, and world_size={info.world_size} with {info.rank_offset} of the "
+                f"trainer's ranks leaves {expected} for them: set it to the number of both together"
+            )
         if self.vllm_config.quant_config is not None:
             return f"vLLM quantizes its weights ({self.model_config.quantization}), which only its own loader can do"
         if info.device != self.device.type:

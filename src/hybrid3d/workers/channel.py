@@ -274,7 +274,11 @@ def connect(store: Store, start: int, has_failed: Callable[[], bool]) -> Connect
             time.sleep(ADDRESS_POLL_SECONDS)
         host, port = address
         made = socket.create_connection((host, port), CLOSE_SECONDS)
-        authenticate(made, host, port, as_server=False)
+        try:
+            authenticate(made, host, port, as_server=False)
+        except OSError:
+            made.close()
+            raise
     except (OSError, ValueError, dist.DistError) as error:
         raise Disconnected(
             f"no connection to rank 0 at {host}:{port}: {error}: is it alive, and is the port open between the nodes?"

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from msgspec.structs import replace
 from torch.distributed.distributed_c10d import Store
 
-from hybrid3d import distributed
+from hybrid3d import distributed, launch_environment
 from hybrid3d.config import Recipe
 from hybrid3d.generation.replicas import EngineReplicas
 from hybrid3d.inputs.models import read_tokenizer
@@ -49,7 +49,7 @@ class GenerationRank:
             ranks: those of its engine.
             start: number of this start of the engine.
         """
-        name = new_engine_name(distributed.run_id(), ranks.start, start)
+        name = new_engine_name(launch_environment.run_id(), ranks.start, start)
         set_shared_memory_prefix(name)
         group = distributed.start_among(ranks, f"engine/{ranks.start}/{start}", store)
         self.start, self._leads = start, group.rank() == 0

@@ -13,11 +13,12 @@ from typing import NoReturn, Protocol
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from hybrid3d import distributed
+from hybrid3d import launch_environment
 from hybrid3d.config import Recipe
 from hybrid3d.distributed import clone_store
 from hybrid3d.launch_environment import CLOSE_SECONDS, DISCONNECTED, END_SECONDS, START_SECONDS, State
-from hybrid3d.ledger import Progress, RankStart, TrainingAttempts, has_ended
+from hybrid3d.ledger import RankStart, TrainingAttempts, has_ended
+from hybrid3d.process import ChildProcess
 from hybrid3d.run.oom_recovery import find_out_of_memory
 from hybrid3d.scoring.code import sandbox
 from hybrid3d.watch.heartbeat import STARTING, enter_phase
@@ -63,12 +64,12 @@ MakeRank = Callable[[Recipe, Store, range, int], RoleRank]
 class WorkerLoop:
     """What a rank that does not train does until the end of the run."""
 
-    def __init__(self, recipe: Recipe, store: Store, progress: Progress, make_rank: MakeRank):
+    def __init__(self, recipe: Recipe, store: Store, progress: ChildProcess, make_rank: MakeRank):
         self._recipe, self._store, self._progress, self._make_rank = recipe, store, progress, make_rank
-        self._role = recipe.role_of(distributed.rank())
+        self._role = recipe.role_of(launch_environment.rank())
         self._outlives_training = recipe.run.max_restarts > 0
         self._starts_store = clone_store(store)  # for threads, too
-        self._starts = TrainingAttempts(store, distributed.world_size())
+        self._starts = TrainingAttempts(store, launch_environment.world_size())
         self._rank: RoleRank | None = None
         self._asked_to_exit = False
 
@@ -143,7 +144,7 @@ class WorkerLoop:
         runs_code = self._role == self._recipe.scoring_role and self._recipe.reward.name == "code"
         confined_by = sandbox.protection() if runs_code else None
         group_start = None if self._rank is None else self._rank.start
-        connection.send(Register(distributed.rank(), self._progress.failure, confined_by, group_start))
+        connection.send(Register(launch_environment.rank(), self._progress.failure, confined_by, group_start))
         self._progress.tell(State.CONNECTED)
 
     def _join(self, join: Join, connection: Connection) -> None:
@@ -151,7 +152,7 @@ class WorkerLoop:
         if self._rank is None:
             enter_phase(STARTING)  # which takes long
             size, of_role = self._recipe.worker_group_size(self._role), self._recipe.role_ranks[self._role]
-            place = of_role.index(distributed.rank()) // size
+            place = of_role.index(launch_environment.rank()) // size
             self._rank = self._make_rank(self._recipe, self._store, of_role[place * size :][:size], join.start)
         self._rank.begin(connection)
         enter_phase("wait")
@@ -187,7 +188,7 @@ class WorkerLoop:
 
 def run_worker(recipe: Recipe, start: RankStart) -> None:
     """Do what this rank's role does for the ranks that train, to the end of their run."""
-    role = ROLES[recipe.role_of(distributed.rank())]
+    role = ROLES[recipe.role_of(launch_environment.rank())]
     try:
         WorkerLoop(recipe, start.store, start.progress, resolve_name(role.rank)).run()
     except RuntimeError as error:

@@ -70,7 +70,6 @@ class WorkerGroup:
 
 
 POLL_SECONDS = 0.05
-KEPT_SPANS = 100  # of each rank
 
 
 class RoleClient:
@@ -97,7 +96,7 @@ class RoleClient:
         self._awaiting: dict[Connection, tuple[WorkerGroup, int]] = {}  # whose replies have not been received
         self._spans: dict[int, list[Span]] = defaultdict(list)
         self._peaks: dict[int, dict[str, int]] = {}  # since the last lap
-        self._busy_since = time.time()
+        self._busy_since = self._kept_since = time.time()  # spans that ended before the latter are dropped
         self.confined_by: str | None = None
 
     # Which groups there are
@@ -239,7 +238,8 @@ class RoleClient:
                     continue
                 del waiting[connection]
                 results.setdefault(group, {})[rank] = reply
-                self._spans[rank] = [*self._spans[rank], *reply.spans][-KEPT_SPANS:]
+                spans = [*self._spans[rank], *reply.spans]
+                self._spans[rank] = [span for span in spans if span[2] > self._kept_since]
                 for activity, _, _ in reply.spans if reply.peak_memory else ():
                     peaks = self._peaks.setdefault(rank, {})
                     peaks[activity] = max(peaks.get(activity, 0), reply.peak_memory)
@@ -269,6 +269,7 @@ class RoleClient:
     def lap_busy_seconds(self) -> float:
         """Return the longest time that a rank has been busy with the role's activity since the last call."""
         since, self._busy_since = self._busy_since, time.time()
+        self._kept_since = since  # it is in the step before, and so before what `spans` is asked for next
         return max(
             sum(stop - max(start, since) for name, start, stop in spans if name == self.activity and stop > since)
             for spans in [*self._spans.values(), []]

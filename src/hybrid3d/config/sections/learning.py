@@ -79,8 +79,8 @@ class Data:
         chat_template: Format prompts with the tokenizer's chat template, and with `sft` and `dpo` the answers after
             them; prompts, chosen and rejected answers may then be chat turns. A prompt may not end with a turn of the
             assistant. Prompts that are formatted already are used as they are, without a second BOS, if this is false.
-        overlong: What to do with a prompt that leaves no room for an answer, with `dpo` for those of its pair: raise an
-            error, drop its row, or cut tokens off its beginning.
+        overlong: What to do with a prompt that leaves no room for an answer, with `sft` and `dpo` for those of its row:
+            raise an error, drop its row, or cut tokens off its beginning.
         max_invalid_fraction: Maximum fraction of a file's rows that are skipped because they are null, blank or
             without tokens. The file is refused if these rows and those that `overlong: drop` drops exceed half of it
             (or this fraction, if larger).

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from hybrid3d import distributed
+from hybrid3d import launch_environment
 from hybrid3d.config import Recipe
 from hybrid3d.generation.agents.program import AgentProgram
 from hybrid3d.generation.agents.server import EndpointServer
@@ -22,46 +22,32 @@ logger = logging.getLogger(__name__)
 OF_AGENT = "agent_"  # prefix of the kinds of failures of agents, not of rewards
 
 
-class Endpoint:
-    """What agents connect to: it listens, and runs their program if the recipe names one."""
+class AgentAnswers:
+    """Implements `Continuation`: each answer is a session of an agent, which connects to a server.
+
+    The agents' program runs if the recipe names one.
+    """
+
+    failed = OF_AGENT
 
     def __init__(self, recipe: Recipe, engine: Engine, tokenizer: Any):
         assert recipe.rollout is not None, "checked when the recipe was read"
         assert recipe.rollout.agents is not None, "the recipe has agents"
-        tokenizer = copy.deepcopy(tokenizer)  # which the server's thread uses
-        end_tokens = [tokenizer.eos_token_id, *engine.end_tokens]
-        settings = recipe.rollout.agents
-        self.pool = SessionPool(tokenizer, recipe.rollout, end_tokens)
-        self._server = EndpointServer(self.pool, recipe.name, tokenizer, settings, distributed.rank())
+        self._tokenizer, self._default_reward = tokenizer, recipe.reward.default
+        of_server = copy.deepcopy(tokenizer)  # which the server's thread uses
+        end_tokens, settings = [tokenizer.eos_token_id, *engine.end_tokens], recipe.rollout.agents
+        self._pool = SessionPool(of_server, recipe.rollout, end_tokens)
+        self._server = EndpointServer(self._pool, recipe.name, of_server, settings, launch_environment.rank())
         logger.info("agents find sessions at %s/sessions", self._server.url)
         self._program = None
         if settings.command is not None:
             self._program = AgentProgram(settings.command, self._server.url, self._server.key)
-
-    def check_program(self) -> None:
-        """Raise AgentFailed if the agents' program has ended."""
-        if self._program is not None:
-            self._program.check()
 
     def close(self) -> None:
         """Stop listening, and end the agents' program."""
         self._server.close()
         if self._program is not None:
             self._program.close()
-
-
-class AgentAnswers:
-    """Implements `Continuation`: each answer is a session of an agent.
-
-    Args:
-        default_reward: of a session that has failed.
-    """
-
-    failed = OF_AGENT
-
-    def __init__(self, endpoint: Endpoint, tokenizer: Any, default_reward: float):
-        self._endpoint, self._pool = endpoint, endpoint.pool
-        self._tokenizer, self._default_reward = tokenizer, default_reward
 
     def open(self, prompt: Prompt) -> list[Session]:
         return [self._pool.open(prompt.example, seed, prompt.version) for seed in prompt.seeds]
@@ -73,7 +59,8 @@ class AgentAnswers:
         return self._pool.serve(talks, sampling)
 
     def follow(self, ended: Mapping[int, Completion], is_idle: bool) -> News:
-        self._endpoint.check_program()
+        if self._program is not None:
+            self._program.check()
         return self._pool.follow(ended, is_idle)
 
     def interrupt(self, ended: Mapping[int, Completion], parts: Mapping[int, Completion], kept: bool) -> list[int]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from hybrid3d.config import Rollout
 from hybrid3d.generation.samples import AnswerTokens
-from hybrid3d.rl.chats import without_nulls
+from hybrid3d.rl.chats import InvalidRow, render
 from hybrid3d.rl.data import encode_prompt
 from hybrid3d.rl.token_texts import decode_part, encode_part
 
@@ -196,13 +196,9 @@ class History:
         if not self._tokenizer.chat_template:
             raise NoChatTemplate("the checkpoint's tokenizer has no chat template: use /v1/completions")
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    without_nulls(messages), add_generation_prompt=not ends, tokenize=False
-                )
-            )
-        except Exception as error:  # a template is a program of the checkpoint's, and raises what it wants to
-            raise NoChatTemplate(f"the chat template does not accept the messages: {error}") from None
+            return render(self._tokenizer, messages, reply_follows=not ends)
+        except InvalidRow as error:
+            raise NoChatTemplate(f"the chat template does not accept the messages: {error.__cause__}") from None
 
     def _add(self, branch: Branch) -> Branch:
         self.branches.append(branch)
@@ -333,6 +329,23 @@ class CallResult:
     logprobs: tuple[float, ...]
     text: str
     finish_reason: str
+
+
+def check_length(call: Call, rollout: Rollout, longest: int) -> None:
+    """Check that a prompt may fit, by its tokens or by the characters that so many tokens have at most.
+
+    Args:
+        longest: characters of the longest token.
+
+    Raises:
+        RefusedCall: it cannot.
+    """
+    prompt, most = call.prompt, rollout.max_model_len
+    given = prompt.ids if isinstance(prompt, PromptTokens) else prompt.text
+    unit, limit = ("tokens", most) if isinstance(prompt, PromptTokens) else ("characters", most * longest)
+    if len(given) > limit:
+        problem = f"the prompt has {len(given)} {unit}, and rollout.max_model_len={most} leaves room for {limit}"
+        raise RefusedCall(problem, "context_length_exceeded", "messages" if call.is_chat else "prompt")
 
 
 def no_room(context: int, answer: int, rollout: Rollout, is_chat: bool) -> RefusedCall:

@@ -19,12 +19,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from hybrid3d import distributed
+from hybrid3d import launch_environment
 from hybrid3d.config import Agents
 from hybrid3d.generation.agents.history import NoChatTemplate, NoSession, RefusedCall, RunEnded
 from hybrid3d.generation.agents.program import KEY_VARIABLE, LOCAL_HOSTS, find_agent_problems
 from hybrid3d.generation.agents.requests import answer, events, read_request
 from hybrid3d.generation.agents.sessions import SessionPool
+from hybrid3d.launch_environment import first_address
 from hybrid3d.scoring.functions import LARGEST_REWARD
 
 T = TypeVar("T")
@@ -69,7 +70,7 @@ class EndpointServer:
         """
         self._pool, self._model, self._tokenizer = pool, model, tokenizer
         self._size = len(tokenizer)
-        self.key = os.environ.get(KEY_VARIABLE) or distributed.derived_key("agents")
+        self.key = os.environ.get(KEY_VARIABLE) or launch_environment.derived_key("agents")
         self._is_local = settings.host in LOCAL_HOSTS
         problems = find_agent_problems(settings)  # on this machine
         if problems:
@@ -287,7 +288,7 @@ def _error(status: int, message: str, code: str, param: str | None) -> Response:
 def _listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens at an address."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = first_address(host, port)
         listening = socket.socket(family, kind, protocol)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)

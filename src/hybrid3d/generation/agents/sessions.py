@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from hybrid3d.config import Rollout
@@ -25,16 +25,16 @@ from hybrid3d.generation.agents.history import (
     NoSession,
     RefusedCall,
     RunEnded,
+    check_length,
     no_room,
 )
-from hybrid3d.generation.agents.limits import check_length
 from hybrid3d.generation.agents.session import Pending, Session
 from hybrid3d.generation.engine import Completion, GenerationRequest, Sampling
 from hybrid3d.generation.scheduler import News
 from hybrid3d.generation.stops import Stops, find_stops, pause_tokens
 from hybrid3d.generation.turns import seed_of_request
 from hybrid3d.rl.data import Example
-from hybrid3d.rl.token_texts import decode_part
+from hybrid3d.rl.token_texts import TokenTexts, decode_part
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +66,8 @@ class SessionPool:
         self._closed = False
         self._checked = self._reminded = 0.0
         self._longest = max(map(len, tokenizer.get_vocab()))  # characters of a token
-        self._find_stops = lru_cache(maxsize=64)(lambda stops: find_stops(self._reader, stops))
-        self._pause_tokens = lru_cache(maxsize=64)(lambda stops: pause_tokens(self._reader, stops))
+        self._find_stops = lru_cache(maxsize=64)(partial(find_stops, self._reader))
+        self._pause_tokens = lru_cache(maxsize=64)(partial(pause_tokens, TokenTexts(self._reader)))
 
     def close(self) -> None:
         """Tell agents that wait for sessions, or for a reply, that there are no more."""

@@ -16,8 +16,7 @@ from itertools import accumulate
 
 import torch
 
-from hybrid3d.reshard.delta.changes import Changes
-from hybrid3d.reshard.delta.encoding import Form, decode, encode, entropy_bytes, form_of
+from hybrid3d.reshard.delta.encoding import Changes, Form, decode, encode, entropy_bytes, form_of
 from hybrid3d.reshard.delta.runs import Elements, RunChanges, RunOrder, order_in_run, split_positions
 from hybrid3d.reshard.ends import Sink, Source
 from hybrid3d.reshard.move.executor import ExecutionReport, Executor, Step

@@ -12,18 +12,11 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from hybrid3d.reshard.delta.changes import (
-    Changes,
-    changed_positions,
-    count_bits,
-    gather_elements,
-    scatter_elements,
-    set_bits,
-)
+from hybrid3d.reshard.delta.encoding import Changes, count_bits, set_bits
 from hybrid3d.reshard.move.memory import BatchedCopies, merge_consecutive
 from hybrid3d.reshard.plan.box import Box
 from hybrid3d.reshard.plan.classes import natural_sort_key
-from hybrid3d.reshard.plan.layout import Piece, Shape
+from hybrid3d.reshard.plan.layout import Piece, Shape, contiguous_stride
 
 RunOrder = tuple[Shape, str, list[tuple[int, str]], Shape]
 
@@ -94,11 +87,6 @@ class RunChanges:
                 self._copies.add(bits[start // 8 :][: view.numel()].view(view.shape), view)
             self._copies.merge()
 
-    @property
-    def at_once(self) -> bool:
-        """Whether the bits of all pieces are searched at once."""
-        return self._copies is not None
-
     def positions(self) -> torch.Tensor:
         """Return the positions of the changed elements in the run [k] int64, ascending."""
         if self._copies is not None:
@@ -130,3 +118,63 @@ def _bytes_of_bits(bits: torch.Tensor, piece: Piece) -> torch.Tensor | None:
         return None
     outer = [s // 8 for s in stride[:-1]]
     return bits.as_strided((*size[:-1], size[-1] // 8), (*outer, 1), bits.storage_offset() + first // 8)
+
+
+def changed_positions(changes: Changes, piece: Piece) -> torch.Tensor:
+    """Return the positions of the changed elements of a piece, counted in the row-major order of its box, ascending."""
+    strides = tuple(piece.view.stride)
+    extent = 1 + sum((n - 1) * s for n, s in zip(piece.box.size, strides, strict=True))
+    first = piece.view.offset
+    bits = changes[piece.view.tensor][first >> 3 : (first + extent + 7) >> 3]
+    found = set_bits(bits) - (first & 7)
+    if first & 7:
+        found = found[found >= 0]
+    if (first + extent) & 7:
+        found = found[found < extent]
+    return found if piece.contiguous else _positions_in_box(found, piece.box.size, strides)
+
+
+def _positions_in_box(found: torch.Tensor, size: Shape, strides: Shape) -> torch.Tensor:
+    """Turn offsets in memory into positions in the box; offsets outside of the strided view are dropped."""
+    dims = [(n, s, c) for n, s, c in zip(size, strides, contiguous_stride(size), strict=True) if n > 1]
+    dims.sort(key=lambda dim: -dim[1])
+    inside, rest, positions = torch.ones_like(found, dtype=torch.bool), found, torch.zeros_like(found)
+    for n, stride, step in dims:
+        index = rest.div(stride, rounding_mode="floor")
+        rest = rest - index * stride
+        inside &= index < n
+        positions += index * step
+    positions = positions[inside & (rest == 0)]
+    in_order = all(a[2] > b[2] for a, b in pairwise(dims))
+    return positions if in_order else positions.sort().values
+
+
+def memory_offsets(positions: torch.Tensor, size: Shape, strides: tuple[int, ...]) -> torch.Tensor:
+    """Return where the elements at these positions of a box lie in memory, from the first element of the view."""
+    offsets, rest = torch.zeros_like(positions), positions
+    for stride, step in zip(strides, contiguous_stride(size), strict=True):
+        index = rest.div(step, rounding_mode="floor")
+        rest = rest - index * step
+        offsets += index * stride
+    return offsets
+
+
+def flat_memory(view: torch.Tensor) -> torch.Tensor:
+    """Return the memory that a strided view spans, as a flat tensor whose first element is that of the view."""
+    extent = 1 + sum((n - 1) * s for n, s in zip(view.shape, view.stride(), strict=True))
+    return view.as_strided((extent,), (1,), view.storage_offset())
+
+
+def gather_elements(view: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a strided view at these positions of its row-major order."""
+    if view.is_contiguous():
+        return view.view(-1)[positions]
+    return flat_memory(view)[memory_offsets(positions, view.shape, view.stride())]
+
+
+def scatter_elements(view: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> None:
+    """Write values at these positions of a strided view's row-major order."""
+    if view.is_contiguous():
+        view.view(-1)[positions] = values
+    else:
+        flat_memory(view)[memory_offsets(positions, view.shape, view.stride())] = values

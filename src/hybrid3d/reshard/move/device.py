@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 
@@ -20,12 +19,6 @@ def synchronize() -> None:
     """Wait until this rank's GPU is idle, to measure time; does nothing without a GPU."""
     if ON_CUDA:
         torch.cuda.synchronize()
-
-
-class Stream(Protocol):
-    """Where a sync launches its work."""
-
-    def behind(self) -> contextlib.AbstractContextManager[None]: ...
 
 
 class SideStream:

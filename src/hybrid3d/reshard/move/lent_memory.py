@@ -14,13 +14,14 @@ import struct
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from hybrid3d.reshard.exchange import JsonExchange
 from hybrid3d.reshard.move.memory import DeviceBuffer
 from hybrid3d.reshard.plan.layout import ITEMSIZE
 from hybrid3d.reshard.plan.planner import Message, RankPlan
@@ -156,12 +157,12 @@ class SharedMemory:
         """Find the peers by trying: another rank may be on another machine, in another container, or another user's."""
         secret, readable = secrets.token_bytes(16), set()
         probe = _make_probe(secret)
-        offered = None if probe is None else (os.getpid(), probe.fd, secret)
+        offered = None if probe is None else (os.getpid(), probe.fd, secret.hex())
         for rank, other in zip(self._ranks, self._gather(offered), strict=True):
             if rank in near and rank != self._rank and probe is not None and other is not None:
                 pid, fd, expected = other
                 with contextlib.suppress(OSError, ValueError):  # it cannot be mapped, or is too small
-                    if bytes(map_buffer(pid, fd, len(expected)).tolist()) == expected:
+                    if bytes(map_buffer(pid, fd, len(secret)).tolist()).hex() == expected:
                         readable.add(rank)
         by_rank = dict(zip(self._ranks, self._gather(readable), strict=True))
         return frozenset(rank for rank in readable if self._rank in by_rank[rank])
@@ -182,9 +183,9 @@ class SharedMemory:
             self._gather(None)  # all have opened their ends; a pipe ends when its writer does, without the one here
 
     def _gather(self, value: object) -> list[Any]:
-        values: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        """Return the values of all members."""
+        by_member = {m: found for members, found in JsonExchange(self._group).unique(value) for m in members}
+        return [by_member[member] for member in range(self._group.size())]
 
     def exchange(
         self, buffers: Sequence[SharedBuffer], places: Iterable[tuple[int, int, Place]]
@@ -204,11 +205,13 @@ class SharedMemory:
             torch.distributed.DistNetworkError: a peer has gone.
         """
         shared = [(buffer.fd, buffer.nbytes) for buffer in buffers]
+        lent = [(receiver, tag, astuple(place)) for receiver, tag, place in places]
         found = {}
-        for rank, (pid, files, told) in zip(self._ranks, self._gather((os.getpid(), shared, [*places])), strict=True):
+        for rank, (pid, files, told) in zip(self._ranks, self._gather((os.getpid(), shared, lent)), strict=True):
             mapped: dict[int, torch.Tensor] = {}
-            for receiver, tag, place in told:
+            for receiver, tag, described in told:
                 if receiver == self._rank:
+                    place = Place(*described)
                     if place.buffer not in mapped:
                         with _expecting(rank):
                             mapped[place.buffer] = map_buffer(pid, *files[place.buffer])

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from hybrid3d.reshard.plan.box import Box, union_numel
-from hybrid3d.reshard.plan.classes import Group, Signature, group_ranks, rank_groups
+from hybrid3d.reshard.plan.classes import Group, Signature, rank_groups
 from hybrid3d.reshard.plan.layout import FILES, ITEMSIZE, Demand, Holdings, Piece, pieces_by_name
 from hybrid3d.reshard.plan.planner import Plan, PlanError, RankPlan, Routes, Transfer
 from hybrid3d.reshard.plan.relays import Relay
@@ -265,21 +265,8 @@ def lower_bound(
     Args:
         multiplicity: the number of tensors that each name represents; 1 by default.
     """
-    names = {piece.name for _, side in group_ranks(demand) for piece in side.pieces}
-    held = _boxes_of_ranks(rank_groups(holdings), names)
-    bound = dict.fromkeys(demand, 0)
-    for ranks, side in group_ranks(demand):
-        wanted = pieces_by_name(side.pieces)
-        count = {name: multiplicity[name] if multiplicity else 1 for name in wanted}
-        wanted_bytes = {name: _missing_bytes(pieces, ()) * count[name] for name, pieces in wanted.items()}
-        total = sum(wanted_bytes.values())
-        for rank in ranks:
-            if rank != FILES:
-                held_boxes = ((name, boxes) for name, boxes in held.get(rank, {}).items() if name in wanted)
-                bound[rank] = total - sum(
-                    wanted_bytes[name] - _missing_bytes(wanted[name], boxes) * count[name] for name, boxes in held_boxes
-                )
-    return bound
+    of_nodes = network_lower_bound(rank_groups(holdings), rank_groups(demand), 1, multiplicity)  # of one rank each
+    return {rank: of_nodes.get(rank, 0) for rank in demand}
 
 
 def network_lower_bound(
@@ -348,10 +335,3 @@ def _missing_on_node(
 def _sorted(boxes: Iterable[Box]) -> tuple[Box, ...]:
     boxes = tuple(boxes)
     return boxes if len(boxes) < 2 else tuple(sorted(boxes, key=_sort_key))
-
-
-def _missing_bytes(wanted: Iterable[Piece], held: tuple[Box, ...]) -> int:
-    by_dtype: dict[str, tuple[Box, ...]] = {}
-    for piece in wanted:
-        by_dtype[piece.dtype] = (*by_dtype.get(piece.dtype, ()), piece.box)
-    return sum(union_numel(boxes, held) * ITEMSIZE[dtype] for dtype, boxes in by_dtype.items())

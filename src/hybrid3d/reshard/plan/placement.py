@@ -136,25 +136,18 @@ def assign_slots(missing: MissingBytes, slots: int, tp: int, ranks_per_node: int
         members = np.arange(first, min(first + exchanged, ranks))
         costs = missing.costs(members)
         if slots <= node:
-            slots_of_members = _assign(np.tile(costs, len(members) // slots))
+            slots_of_members = linear_sum_assignment(np.tile(costs, len(members) // slots))[1]
             within = _distribute_over_engines(slots_of_members % slots, slots)
         elif node % tp == 0:
             within = _assign_groups(costs, tp, node)
         elif tp == slots:
-            within = _assign(costs)
+            within = linear_sum_assignment(costs)[1]
         else:
             continue  # an exchange would spread TP groups, which already span several nodes, over more nodes
         consecutive = np.arange(len(members))
         if costs[consecutive, within % slots].sum() < costs[consecutive, consecutive % slots].sum():
             assigned[members] = first + within
     return assigned
-
-
-def _assign(costs: Costs) -> np.ndarray:
-    """Return a different column for each row so that the sum of the costs is minimal."""
-    rows, columns = linear_sum_assignment(costs)
-    column_of_row: np.ndarray = columns[np.argsort(rows)]
-    return column_of_row
 
 
 def _distribute_over_engines(slot_of_rank: np.ndarray, slots: int) -> np.ndarray:
@@ -183,10 +176,11 @@ def _assign_groups(costs: Costs, tp: int, node: int) -> np.ndarray:
             block = costs[n * node : (n + 1) * node, g * tp : (g + 1) * tp]
             cost_of_group[n, g] = block[linear_sum_assignment(block)].sum()
     # Each node is repeated as often as it takes groups, so that every row gets one group
-    group_of_row = _assign(np.repeat(cost_of_group, groups_per_node, axis=0))
+    group_of_row = linear_sum_assignment(np.repeat(cost_of_group, groups_per_node, axis=0))[1]
     assigned = np.empty(ranks, np.int64)
     for n in range(nodes):
         groups_of_node = group_of_row[n * groups_per_node : (n + 1) * groups_per_node]
         columns = np.concatenate([np.arange(g * tp, (g + 1) * tp) for g in groups_of_node])
-        assigned[n * node : (n + 1) * node] = columns[_assign(costs[n * node : (n + 1) * node][:, columns])]
+        of_node = slice(n * node, (n + 1) * node)
+        assigned[of_node] = columns[linear_sum_assignment(costs[of_node, columns])[1]]
     return assigned

@@ -36,7 +36,10 @@ AllReduceMin = Callable[[int], int]
 
 
 class PlanError(UserMistake):
-    """Demands that the holdings cannot meet; the message names the canonical tensor and the ranks."""
+    """Demands that the holdings cannot meet, or settings in which ranks differ.
+
+    The message names the ranks, and the canonical tensor.
+    """
 
 
 @dataclass(frozen=True, slots=True)

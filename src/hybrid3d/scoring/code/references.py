@@ -117,7 +117,8 @@ def _tests(source: str, read: Mapping[str, Any]) -> Tests:
         if takes_candidate:
             sources.append(f"check({expression})")
             names = {ENTRY_PREFIX + name: name for name in entries}
-    free, unbound = _free_names(sources[0], tree), set[str]()
+    used, defined = _global_names(sources[0])
+    free, unbound = used - defined - _PREDEFINED_NAMES, set[str]()
     if isinstance(entry, str):
         unbound = free - entries - LIBRARY_NAMES.keys()
         free = free & (entries | LIBRARY_NAMES.keys()) | (set() if takes_candidate else entries)
@@ -175,12 +176,6 @@ def _entry_point(entry: str) -> tuple[str, set[str]]:
     return ast.unparse(tree), names
 
 
-def _free_names(source: str, tree: ast.Module) -> set[str]:
-    """Return the names that the source reads and neither defines nor imports, except builtins."""
-    used, defined = _global_names(source)
-    return used - defined - _PREDEFINED_NAMES
-
-
 def _global_names(source: str) -> tuple[set[str], set[str]]:
     """Return the global names that a source reads, and the names that it defines."""
     top = symtable.symtable(source, "<tests>", "exec")
@@ -234,10 +229,7 @@ def _is_module(name: str, tree: ast.Module) -> bool:
 
 def _check_imports(tree: ast.Module) -> None:
     for node in _outside_try(tree):
-        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom):
-            modules = [node.module or "."]
-        for module in (name.partition(".")[0] for name in modules):
+        for module in (name.partition(".")[0] for name in _imported_modules(node)):
             if module not in sys.stdlib_module_names and module not in ANSWER_MODULES:
                 raise ValueError(f"the tests import {module}, and the sandbox has only Python's standard library")
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterator
 
 from hybrid3d.scoring.code import sandbox
 from hybrid3d.scoring.code.references import Tests, read_tests
 
-_FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```[ \t]*\r?$", re.DOTALL | re.MULTILINE)
+_OPENING_FENCE = re.compile(r"^```([^\n`]*)\n", re.MULTILINE)
+_CLOSING_FENCE = re.compile(r"^```[ \t]*\r?$", re.MULTILINE)
 
 
 def code(answer: str, reference: str, prompt: str = "", *, seconds: float = 8.0) -> float:
@@ -47,13 +49,19 @@ def _passes(program: str, tests: Tests, seconds: float) -> bool:
 
 def extract_program(answer: str) -> str:
     """Return the last fenced block marked as Python, else the last one without a language, else the whole answer."""
-    fences: list[tuple[str, str]] = [
-        ((info.split() or [""])[0].lower(), source) for info, source in _FENCE.findall(answer)
-    ]
+    fences = list(_fenced_blocks(answer))
     for languages in (("python", "py", "python3"), ("",)):
         if sources := [source for language, source in fences if language in languages]:
             return sources[-1]
     return answer
+
+
+def _fenced_blocks(answer: str) -> Iterator[tuple[str, str]]:
+    """Yield language and text of each fenced block; the search ends at a fence that is never closed."""
+    end = 0
+    while (opening := _OPENING_FENCE.search(answer, end)) and (closing := _CLOSING_FENCE.search(answer, opening.end())):
+        yield (opening.group(1).split() or [""])[0].lower(), answer[opening.end() : closing.start()]
+        end = closing.end()
 
 
 def same_output(printed: bytes, expected: str) -> bool:

@@ -355,14 +355,11 @@ class ExpressionReader:
 
     def _function_argument(self) -> Any:
         if self._next_is("(", "["):
-            return self._factor_without_power()
+            return self._inside(_PAIRS[self._take().text])
         result = self._signed_factor()
         while self._starts_factor() and not self._next_command(*FUNCTIONS):
             result = result * self._factor()
         return result
-
-    def _factor_without_power(self) -> Any:
-        return self._inside(_PAIRS[self._take().text])
 
     def _of_several(self, name: str) -> Any:
         self._expect("(")

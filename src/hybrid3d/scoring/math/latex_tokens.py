@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from hybrid3d.scoring.functions import closing_braces
 
 _NAMES = {
     "cm": "centimeter centimetre", "mm": "millimeter millimetre", "km": "kilometer kilometre", "m": "meter metre",
@@ -209,17 +211,6 @@ def characters(tokens: Sequence[Token]) -> str:
     return " ".join(texts)
 
 
-def closing(text: str, start: int) -> int:
-    """Return where the brace that is open before `start` closes. Malformed: it does not."""
-    depth = 1
-    for index in range(start, len(text)):
-        if text[index] in "{}" and text[index - 1] != "\\":
-            depth += 1 if text[index] == "{" else -1
-            if depth == 0:
-                return index
-    raise Malformed("a brace is not closed")
-
-
 def _undouble(text: str) -> str:
     r"""Return a text whose backslashes were escaped once too often with one backslash each."""
     if "\\\\begin" in text:
@@ -230,7 +221,7 @@ def _undouble(text: str) -> str:
 
 
 def _tokens(text: str, in_text: bool) -> Iterator[Token]:
-    position, spaced, after_number = 0, False, False
+    closings, position, spaced, after_number = closing_braces(text), 0, False, False
     while position < len(text):
         found = _TOKEN.match(text, position)
         assert found is not None, "the last alternative matches any character"
@@ -244,7 +235,7 @@ def _tokens(text: str, in_text: bool) -> Iterator[Token]:
             continue
         new: list[Token]
         if name in _TEXT or name in _ALPHABETS:
-            new, position = _styled(text, position, is_text=name in _TEXT)
+            new, position = _styled(text, position, closings, is_text=name in _TEXT)
         elif name is not None:
             new = _command(name)
         elif found.group("environment"):
@@ -262,12 +253,14 @@ def _tokens(text: str, in_text: bool) -> Iterator[Token]:
             spaced = False
 
 
-def _styled(text: str, position: int, is_text: bool) -> tuple[list[Token], int]:
-    """Return the tokens in the braces after a command such as `text`, and where they end."""
+def _styled(text: str, position: int, closings: Mapping[int, int], is_text: bool) -> tuple[list[Token], int]:
+    """Return the tokens in the braces after a command such as `text`, and where they end. Malformed: they do not."""
     start = re.compile(r"\s*\{").match(text, position)
     if start is None:
         return [], position  # the command's scope is one letter, which is read as what it is
-    end = closing(text, start.end())
+    if start.end() - 1 not in closings:
+        raise Malformed("a brace is not closed")
+    end = closings[start.end() - 1]
     inside = text[start.end() : end]
     if not is_text:
         is_text = re.search(r"[A-Za-z]{2}", inside) is not None and "\\" not in inside

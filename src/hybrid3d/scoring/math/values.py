@@ -133,9 +133,8 @@ def _list(tokens: list[Token]) -> Value:
     for number, (part, separator) in enumerate(separated):
         if separator is not None:
             joiners.add(separator.text)
-        follows_comma = number > 0 and separated[number - 1][1] == Token(
-            "symbol", ",", _spaced(separated[number - 1][1])
-        )
+        before = separated[number - 1][1] if number > 0 else None
+        follows_comma = before is not None and (before.kind, before.text) == ("symbol", ",")
         if not part and follows_comma and separator is not None and separator.kind == "word":
             continue
         parts.append(part)
@@ -147,10 +146,6 @@ def _list(tokens: list[Token]) -> Value:
         items += item.items if isinstance(item, Listing) and not item.is_set else [item]
     words = joiners - {",", ";"}
     return Listing(tuple(items), words.pop() if len(words) == 1 else ",")
-
-
-def _spaced(token: Token | None) -> bool:
-    return token is not None and token.spaced
 
 
 def _item(tokens: list[Token]) -> Value:

@@ -11,7 +11,6 @@ import math
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,10 +215,10 @@ class Adapters(torch.nn.Module):
 
     @torch.no_grad()
     def unmerge(self) -> None:
-        """Undo `merge`, bit for bit."""
-        assert self._kept is not None, "called after `merge`"
-        for weight, kept in zip(self._weights, self._kept, strict=True):
-            weight.copy_(kept)
+        """Undo `merge`, bit for bit; nothing is to be undone if it failed on an earlier stage, or before it began."""
+        if self._kept is not None:
+            for weight, kept in zip(self._weights, self._kept, strict=True):
+                weight.copy_(kept)
 
     def named_factors(self) -> Iterator[tuple[Factor, torch.nn.Parameter]]:
         for adapter in self.layers:
@@ -304,19 +303,6 @@ def adapter_weights(stages: Sequence[GPTModel]) -> MegatronWeights:
     return MegatronWeights(tensors, tuple(pieces), ())
 
 
-@contextmanager
-def without_adapters(stages: Sequence[GPTModel]) -> Iterator[None]:
-    """Compute what the model without its adapters computes."""
-    found = [getattr(stage, ADAPTERS) for stage in stages]
-    for adapters in found:
-        adapters.enabled = False
-    try:
-        yield
-    finally:
-        for adapters in found:
-            adapters.enabled = True
-
-
 def _slice_of(pieces: Sequence[Piece], dim: int) -> slice:
     """Return the rows or columns of a canonical tensor from the first to the last that pieces of it have."""
     return slice(min(p.box.start[dim] for p in pieces), max(p.box.stop[dim] for p in pieces))
@@ -331,19 +317,6 @@ def _local_rows(pieces: Sequence[Piece], rows: slice, columns: int) -> torch.Ten
     if bool((local < 0).any()):
         raise UnsupportedModel(f"{pieces[0].name}: the rows on this rank are not contiguous, which adapters need")
     return local
-
-
-@contextmanager
-def merged_adapters(stages: Sequence[GPTModel]) -> Iterator[None]:
-    """Hold in the weights of a model the sums with its adapters."""
-    found = [getattr(stage, ADAPTERS) for stage in stages]
-    try:
-        for adapters in found:
-            adapters.merge()
-        yield
-    finally:
-        for adapters in found:
-            adapters.unmerge()
 
 
 def _splits_sequence(layer: Any) -> bool:

@@ -172,11 +172,6 @@ def _fp8(layout: Train) -> dict[str, Any]:
     )
 
 
-def padded_vocabulary(config: Config, tp: int) -> int:
-    """Return the vocabulary size padded to a multiple of TP, because Megatron shards it evenly."""
-    return math.ceil(int(config["vocab_size"]) / tp) * tp
-
-
 def _build_stage(
     config: Config, settings: TransformerConfig, vp_stage: int | None, adapted: bool, with_mtp: bool
 ) -> GPTModel:
@@ -188,11 +183,11 @@ def _build_stage(
     if isinstance(settings, MLATransformerConfig) and settings.q_lora_rank is None:
         for layer in spec.layer_specs:  # since 0.19 a norm of queries that are not compressed is refused
             set_in_megatron(layer.submodules.self_attention.submodules, q_layernorm=IdentityOp)
-    rope = family_of(config).rope(config)
+    rope, tp = family_of(config).rope(config), settings.tensor_model_parallel_size
     model = GPTModel(
         settings,
         spec,
-        vocab_size=padded_vocabulary(config, settings.tensor_model_parallel_size),
+        vocab_size=math.ceil(int(config["vocab_size"]) / tp) * tp,  # which Megatron shards evenly
         max_sequence_length=config["max_position_embeddings"],
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
-from hybrid3d.reshard.delta.changes import Changes, num_bytes, pack_bits, unpack_bits
+from hybrid3d.reshard.delta.encoding import Changes, count_bits, num_bytes, pack_bits
 from hybrid3d.reshard.move.verify import checksum
 
 COMPARED_AT_ONCE = 1 << 22  # elements, which bounds the memory of a comparison
@@ -57,9 +57,7 @@ class ChangeTracker:
 
     def count_changed(self) -> int:
         """Return how many elements have changed."""
-        return sum(
-            int(unpack_bits(part[part != 0]).sum()) for bits in self._bits for part in bits.split(COMPARED_AT_ONCE // 8)
-        )
+        return sum(int(count_bits(part)) for bits in self._bits for part in bits.split(COMPARED_AT_ONCE // 8))
 
     def bitmaps(self) -> Changes:
         """Return the bitmaps of those of the named tensors that are tracked."""

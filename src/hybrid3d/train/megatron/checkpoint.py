@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject, is_main_replica
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from torch.distributed.checkpoint.api import CheckpointException
@@ -23,9 +24,11 @@ from hybrid3d.train.megatron.model import MegatronModel
 from hybrid3d.train.megatron.runtime import on_device
 from hybrid3d.train.megatron.source import ADAPTERS, METADATA
 from hybrid3d.train.megatron.versions import COMMON_FILE, WRITTEN_BY
-from hybrid3d.train.trained_model import DP_RESHARDABLE, FULLY_RESHARDABLE
+from hybrid3d.train.trained_model import TrainedModels
 from hybrid3d.train.writing import CheckpointWriter
 
+# The one format of optimizers that every layout can be loaded from, and one without gathered copies
+FULLY_RESHARDABLE, DP_RESHARDABLE = "fully_reshardable", "dp_reshardable"
 OPTIMIZER_BYTES = 12  # of an element: Adam's two moments and the main weight, in float32
 EXPERTS = "is_expert_parallel"  # one of the keys by which Megatron distinguishes parameter groups
 KINDS = ("wd_mult", "lr_mult", "is_decoupled_lr")  # those of them that no setting changes
@@ -33,12 +36,9 @@ KINDS = ("wd_mult", "lr_mult", "is_decoupled_lr")  # those of them that no setti
 OPTIMIZER = "optimizer.json"  # in a checkpoint: the format, and the layout that wrote it
 MODEL_AXES = ("tp", "pp", "vpp", "ep", "etp")  # which `dp_reshardable` cannot change
 
-Models = Mapping[str, MegatronModel]
-"""The models of a run by name; in a checkpoint all keys of a model begin with its name."""
-
 
 def begin(
-    models: Models,
+    models: TrainedModels,
     folder: Path,
     progress: Mapping[str, Any],
     group: dist.ProcessGroup,
@@ -56,27 +56,24 @@ def begin(
         sharding: how optimizers are saved. `fully_reshardable`: any layout can load them, and each rank makes those of
             its whole data-parallel group in host memory. `dp_reshardable`: each rank writes its own shard.
     """
+    own = _own(models)
     with on_device():
-        for model in models.values():
+        for model in own.values():
             model.onload("parameters", "optimizer")
             _make_optimizer_state(model)
-    state = partial(_combine_states, models, partial(_state, is_loading=False, sharding=sharding))
-    documents = {PROGRESS: dict(progress), OPTIMIZER: {"sharding": sharding, "layout": _layout(models)}}
+    state = partial(_combine_states, own, partial(_state, is_loading=False, sharding=sharding))
+    documents = {PROGRESS: dict(progress), OPTIMIZER: {"sharding": sharding, "layout": _layout(own)}}
     return CheckpointWriter(state, folder, documents, in_background, group, identity)
 
 
-def save(
-    models: Models,
-    folder: Path,
-    progress: Mapping[str, Any],
-    group: dist.ProcessGroup,
-    sharding: str = FULLY_RESHARDABLE,
-) -> None:
-    """Write a checkpoint, and wait until it is finished."""
-    begin(models, folder, progress, group, sharding=sharding).finish()
+def _own(models: TrainedModels) -> dict[str, MegatronModel]:
+    """Return the models as those of Megatron, which all of them are."""
+    found = {name: model for name, model in models.items() if isinstance(model, MegatronModel)}
+    assert found.keys() == models.keys(), "checkpoints are of models in the train layout"
+    return found
 
 
-def _layout(models: Models) -> dict[str, int]:
+def _layout(models: Mapping[str, MegatronModel]) -> dict[str, int]:
     """Return the sizes of the train layout's axes."""
     return {
         "tp": parallel_state.get_tensor_model_parallel_world_size(),
@@ -89,12 +86,12 @@ def _layout(models: Models) -> dict[str, int]:
     }
 
 
-def can_shard_by_ranks(models: Models, group: dist.ProcessGroup) -> bool:
+def can_shard_by_ranks(models: TrainedModels, group: dist.ProcessGroup) -> bool:
     """Return whether each rank has a part of each bucket, as `dp_reshardable` requires; the same on every rank.
 
     A small bucket on many data-parallel ranks leaves some of them with nothing but padding.
     """
-    optimizers = [optimizer for model in models.values() for _, optimizer in _optimizers(model)]
+    optimizers = [optimizer for model in _own(models).values() for _, optimizer in _optimizers(model)]
     is_empty = any(
         not bucket["param_map"]
         for optimizer in optimizers
@@ -105,22 +102,26 @@ def can_shard_by_ranks(models: Models, group: dist.ProcessGroup) -> bool:
     return not any(gather_objects(is_empty, group))
 
 
-def host_bytes(models: Models, sharding: str) -> int:
+def host_bytes(models: TrainedModels, sharding: str) -> int:
     """Return the bytes of optimizer state that saving makes in this rank's host memory, beside what is there."""
-    tensors = [tensor for model in models.values() for tensor in model.trained_weights.tensors.values()]
+    tensors = [tensor for model in _own(models).values() for tensor in model.trained_weights.tensors.values()]
     return sum(tensor.numel() for tensor in tensors) * OPTIMIZER_BYTES if sharding == FULLY_RESHARDABLE else 0
 
 
-def bytes_expected(models: Models, replicas: int, group: dist.ProcessGroup) -> int:
+def bytes_expected(models: TrainedModels, group: dist.ProcessGroup) -> int:
     """Estimate the bytes of a checkpoint: weights, and Adam's moments and main weights in float32.
 
-    Args:
-        replicas: the data-parallel times the context-parallel size; all replicas hold the same weights.
+    Each shard counts once, on the rank that writes it: experts have other replicas than the rest of a model.
     """
-    tensors = [tensor for model in models.values() for tensor in model.trained_weights.tensors.values()]
-    local = torch.tensor(sum(t.numel() * (t.element_size() + OPTIMIZER_BYTES) for t in tensors))
+    with on_device():
+        for model in models.values():
+            model.onload("parameters")
+        stages = [shards for model in _own(models).values() for shards in _weights(model).values()]
+    shards = [shard for of_stage in stages for shard in of_stage.values() if not isinstance(shard, ShardedObject)]
+    written = [shard.data for shard in shards if is_main_replica(shard.replica_id)]
+    local = torch.tensor(sum(t.numel() * (t.element_size() + OPTIMIZER_BYTES) for t in written))
     dist.all_reduce(local, group=group)
-    return int(local) // replicas
+    return int(local)
 
 
 class CheckpointUnloadable(RuntimeError):
@@ -177,7 +178,7 @@ def _naming_checkpoint(folder: Path) -> Iterator[None]:
         raise CheckpointUnloadable(f"{folder} cannot be loaded: {type(failure).__name__}: {failure}") from error
 
 
-def load(models: Models, folder: Path, group: dist.ProcessGroup) -> dict[str, Any]:
+def load(models: TrainedModels, folder: Path, group: dist.ProcessGroup) -> dict[str, Any]:
     """Load models, their optimizers and schedules from a checkpoint.
 
     Returns:
@@ -187,15 +188,16 @@ def load(models: Models, folder: Path, group: dist.ProcessGroup) -> dict[str, An
         BrokenCheckpoint: on every rank, before anything is changed: the files differ from what was written.
         CheckpointUnloadable: the files are intact, but Megatron cannot load them into these models.
     """
+    own = _own(models)
     check(folder, group)
-    sharding = _check_sharding(models, folder)
+    sharding = _check_sharding(own, folder)
     with on_device(), _naming_checkpoint(folder):
-        for model in models.values():
+        for model in own.values():
             model.onload()
             _make_optimizer_state(model)
         state_of = partial(_state, is_loading=True, sharding=sharding)
-        states = dist_checkpointing.load(_combine_states(models, state_of), str(folder))
-        for name, model in models.items():
+        states = dist_checkpointing.load(_combine_states(own, state_of), str(folder))
+        for name, model in own.items():
             state = states[name]
             _load_model(model, state)
             # With expert parallelism experts have their own optimizer, which the layout that was saved, or rank 0,
@@ -214,7 +216,7 @@ def load(models: Models, folder: Path, group: dist.ProcessGroup) -> dict[str, An
     return progress
 
 
-def _check_sharding(models: Models, folder: Path) -> str:
+def _check_sharding(models: Mapping[str, MegatronModel], folder: Path) -> str:
     """Return how optimizers are saved in a checkpoint.
 
     Raises:
@@ -233,18 +235,21 @@ def _check_sharding(models: Models, folder: Path) -> str:
     return str(saved["sharding"])
 
 
-def load_weights(models: Models, folder: Path, group: dist.ProcessGroup) -> None:
+def load_weights(models: TrainedModels, folder: Path, group: dist.ProcessGroup) -> None:
     """Load only the weights of these models, without optimizers. Raises the errors of `load`."""
+    own = _own(models)
     check(folder, group)
     with on_device(), _naming_checkpoint(folder):
-        for model in models.values():
+        for model in own.values():
             model.onload("parameters")
-        states = dist_checkpointing.load(_combine_states(models, _weights), str(folder))
-        for name, model in models.items():
+        states = dist_checkpointing.load(_combine_states(own, _weights), str(folder))
+        for name, model in own.items():
             _load_model(model, states[name])
 
 
-def _combine_states(models: Models, state_of: Callable[[MegatronModel], dict[str, Any]]) -> dict[str, Any]:
+def _combine_states(
+    models: Mapping[str, MegatronModel], state_of: Callable[[MegatronModel], dict[str, Any]]
+) -> dict[str, Any]:
     """Return each model's state by its name, and prefix the keys of its shards with that name."""
     states = {name: state_of(model) for name, model in models.items()}
     for name, state in states.items():

@@ -9,8 +9,8 @@ Where there is no Transformer Engine, layers of plain PyTorch have the construct
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -104,15 +104,9 @@ TORCH_CUDA = {
 }
 
 
-@contextlib.contextmanager
-def current_device_is(device: torch.device) -> Iterator[None]:
+def current_device_is(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Make another device the current one, where Megatron makes tensors that are not parameters (YaRN's tables)."""
-    cuda: Any = torch.cuda  # whose function returns a number
-    before, cuda.current_device = cuda.current_device, lambda: device
-    try:
-        yield
-    finally:
-        cuda.current_device = before
+    return mock.patch.object(torch.cuda, "current_device", return_value=device)
 
 
 def install() -> None:

@@ -142,13 +142,8 @@ class MegatronModel:
         return PlainSource(self.weights.tensors, self.weights.holdings, buckets, self.changes)
 
     def trained_source(self) -> WeightSource:
-        """Return the source of the weights that updates change."""
+        """Return the source of the weights that updates change: the adapters of a model that has some."""
         return PlainSource(self.trained_weights.tensors, self.trained_weights.holdings)
-
-    def adapter_source(self) -> WeightSource:
-        """Return the source of this rank's adapters, which the model must have."""
-        assert self.adapters is not None, "only called for a model with adapters"
-        return self.trained_source()
 
     def spread(self, values: torch.Tensor) -> None:
         """Give the reporting rank's values, in place, to all ranks of its replica that have the output layer."""
@@ -358,19 +353,28 @@ def _optimizer_config(settings: Optimizer, dtype: torch.dtype) -> OptimizerConfi
 
 
 def _set_learning_rate(scheduler: OptimizerParamScheduler, settings: Optimizer) -> None:
-    """Continue the schedule from its current step with the settings' learning rate, which may have changed."""
-    if scheduler.max_lr == settings.lr:
+    """Continue the schedule from its current step with the settings' learning rate, which may have changed.
+
+    Megatron's checkpoint has the last rate, but not the first: a resumed schedule has that of the run's beginning.
+    """
+    rates = _first_rate(settings), settings.lr
+    if (scheduler.init_lr, scheduler.max_lr) == rates:
         return
-    scheduler.init_lr, scheduler.max_lr = settings.lr / (settings.warmup_steps + 1), settings.lr
+    scheduler.init_lr, scheduler.max_lr = rates
     for group in scheduler.optimizer.param_groups:
         group["max_lr"] = settings.lr
     scheduler.step(increment=0)
 
 
+def _first_rate(settings: Optimizer) -> float:
+    """Return the learning rate of the first update, which is above 0."""
+    return settings.lr / (settings.warmup_steps + 1)
+
+
 def _scheduler(optimizer: Any, settings: Optimizer, steps: int) -> OptimizerParamScheduler:
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=settings.lr / (settings.warmup_steps + 1),  # the first update has a learning rate above 0
+        init_lr=_first_rate(settings),
         max_lr=settings.lr,
         min_lr=settings.min_lr,
         lr_warmup_steps=settings.warmup_steps,

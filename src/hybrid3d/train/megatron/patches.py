@@ -72,13 +72,6 @@ def plain_query_linear(choose: Callable[..., Any]) -> Callable[..., Any]:
     return chosen
 
 
-def duplicated_linear(original: Any) -> type[torch.nn.Module]:
-    """Replace `multi_latent_attention.TELinear`, the linear that compresses keys and queries."""
-    from hybrid3d.train.megatron.cpu import DuplicatedLinear
-
-    return DuplicatedLinear
-
-
 def new_results_queue() -> None:
     """Have Megatron take what was written of a checkpoint from a new queue of this process.
 
@@ -196,9 +189,9 @@ WITHOUT_TRANSFORMER_ENGINE = (
     ),
     _patch(
         "transformer.multi_latent_attention.TELinear",
-        "Of all linears it allows only this class to be whole on every TP rank.",
+        "Of all linears it allows only this class, which compresses keys and queries, to be whole on every TP rank.",
         "train/test_megatron.py",
-        duplicated_linear,
+        lambda original: cpu.DuplicatedLinear,
     ),
 )
 

@@ -5,7 +5,8 @@ Its entropy is that of a distribution over a vocabulary that is sharded over ten
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -26,15 +27,15 @@ from hybrid3d.reshard.sources import Only
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.losses import masked_sum
 from hybrid3d.rl.objective import TokenLoss, TokenScores
-from hybrid3d.train.megatron.adapters import adapter_weights, add_adapters, merged_adapters, without_adapters
+from hybrid3d.train.megatron.adapters import adapter_weights, add_adapters
 from hybrid3d.train.megatron.build import build_model
 from hybrid3d.train.megatron.model import MegatronModel
 from hybrid3d.train.megatron.mtp import MtpLayers
 from hybrid3d.train.megatron.router_replay import RouterReplay
 from hybrid3d.train.megatron.runtime import on_device
-from hybrid3d.train.megatron.source import megatron_weights
+from hybrid3d.train.megatron.source import ADAPTERS, megatron_weights
 from hybrid3d.train.micro_batches import MicroBatch
-from hybrid3d.train.trained_model import StepReport
+from hybrid3d.train.trained_model import BucketHook, StepReport
 
 
 def vocab_parallel_entropy(logits: torch.Tensor) -> torch.Tensor:
@@ -146,10 +147,13 @@ class Policy(MegatronModel):
     def as_base(self) -> Iterator[None]:
         """Compute what the model without its adapters computes; routers then choose experts themselves."""
         replay, self.router_replay = self.router_replay, None
+        for stage in self.stages:
+            getattr(stage, ADAPTERS).enabled = False
         try:
-            with without_adapters(self.stages):
-                yield
+            yield
         finally:
+            for stage in self.stages:
+                getattr(stage, ADAPTERS).enabled = True
             self.router_replay = replay
 
     @contextmanager
@@ -159,16 +163,29 @@ class Policy(MegatronModel):
             yield
             return
         self.onload("parameters")
-        with merged_adapters(self.stages):
+        try:
+            for stage in self.stages:
+                getattr(stage, ADAPTERS).merge()
             yield
+        finally:
+            for stage in self.stages:
+                getattr(stage, ADAPTERS).unmerge()
 
-    def train_step(self, *args: Any, **options: Any) -> StepReport:
+    def train_step(
+        self,
+        batch: Batch,
+        token_loss: TokenLoss | None,
+        recipe: Recipe,
+        bucket_hook: BucketHook | None = None,
+        accepts_grad_norm: Callable[[float], bool] = math.isfinite,
+    ) -> StepReport:
+        step = partial(super().train_step, batch, token_loss, recipe, bucket_hook, accepts_grad_norm)
         if self._mtp is None:
-            return super().train_step(*args, **options)
+            return step()
         self.onload("parameters")
         self._mtp.begin_step()
         try:
-            return super().train_step(*args, **options)
+            return step()
         finally:
             self._mtp.end_step()
 

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.moe.router import TopKRouter
 
 from hybrid3d.families import Experts
 from hybrid3d.rl.batch import Batch
+from hybrid3d.train.megatron.context import gather_shares
 from hybrid3d.train.megatron.versions import set_in_megatron
 from hybrid3d.train.micro_batches import MicroBatch
 
@@ -39,7 +39,7 @@ class RouterChoices:
 
     def __init__(self) -> None:
         self.given: torch.Tensor | None = None
-        self.made: torch.Tensor | None = None
+        self.made: torch.Tensor
         self.recomputed: deque[torch.Tensor | None] | None = None
         self.counts = False
         self.equal: torch.Tensor | int = 0
@@ -129,7 +129,7 @@ class RouterReplay:
             for router in routers.values():  # a reference of the same model chooses itself
                 router.given = None
         if self._recorded is not None and routers:
-            made = self._whole(torch.stack([_made(router) for router in routers.values()], 1), micro)
+            made = self._whole(torch.stack([router.made for router in routers.values()], 1), micro)
             index = torch.tensor(list(routers), device=made.device)
             recorded = self._recorded[micro.rows]
             recorded[:, :, index] = micro.unpacked(made)
@@ -156,15 +156,6 @@ class RouterReplay:
         """Return the choices of all TP and CP ranks [tokens, layers, k] as [b, T', layers, k] int16."""
         made = made.to(torch.int16)
         if self._splits_sequences:
-            group = parallel_state.get_tensor_model_parallel_group()
-            bytes_of_rank = made.contiguous().view(torch.uint8)  # NCCL has no 16-bit integers
-            shares = [torch.empty_like(bytes_of_rank) for _ in range(group.size())]
-            dist.all_gather(shares, bytes_of_rank, group=group)
-            made = torch.cat(shares).view(torch.int16)
+            made = gather_shares(made, parallel_state.get_tensor_model_parallel_group()).flatten(0, 1)
         rows = len(micro.tokens)
         return micro.whole(made.unflatten(0, (-1, rows)).transpose(0, 1))
-
-
-def _made(router: RouterChoices) -> torch.Tensor:
-    assert router.made is not None, "the router has computed a micro batch"
-    return router.made

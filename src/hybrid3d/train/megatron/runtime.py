@@ -10,7 +10,6 @@ import logging
 import resource
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from megatron.core import optimizer
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.tensor_parallel import layers
 
+from hybrid3d import installed_version
 from hybrid3d.config import Train
 from hybrid3d.patches import EXCHANGE_TIMEOUT, WAIT_TIMEOUT, apply
 from hybrid3d.reshard.move.device import ON_CUDA, device
@@ -207,10 +207,7 @@ def in_use() -> str:
 
 def _named(package: str) -> str:
     """Return a package's name and, where it is known, its version."""
-    try:
-        return f"{PACKAGES[package]} {version(package)}"
-    except PackageNotFoundError:
-        return PACKAGES[package]
+    return " ".join(filter(None, [PACKAGES[package], installed_version(package)]))
 
 
 if not USE_TE:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,17 +34,10 @@ def in_buckets(modules: Sequence[torch.nn.Module], **settings: Any) -> list[Dist
     parameters = sum(p.numel() for module in modules for p in module.parameters() if p.requires_grad)
     config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=-(-parameters // BUCKETS), **settings)
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    set_in_megatron(groups, pp=_FirstStage())
+    set_in_megatron(groups, pp=SimpleNamespace(rank=lambda: 0))  # of this group only the rank is used: the first stage
     wrapped = [DistributedDataParallel(module.config, config, module, pg_collection=groups) for module in modules]
     set_in_megatron(config, overlap_grad_reduce=False)
     return wrapped
-
-
-class _FirstStage:
-    """A pipeline group of which only the rank is used, which says that this is the first stage."""
-
-    def rank(self) -> int:
-        return 0
 
 
 class BucketedOptimizer:

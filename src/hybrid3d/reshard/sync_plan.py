@@ -10,8 +10,7 @@ from hybrid3d.reshard.ends import Exchange, WeightSink, WeightSource
 from hybrid3d.reshard.plan.classes import Group, canonical_shapes, signature_of
 from hybrid3d.reshard.plan.coverage import check_arrivals, lower_bound, network_lower_bound, route_sync
 from hybrid3d.reshard.plan.layout import LocalPieces
-from hybrid3d.reshard.plan.planner import RankPlan
-from hybrid3d.sync.settings import SyncSettings
+from hybrid3d.reshard.plan.planner import PlanError, RankPlan
 
 
 @dataclass(frozen=True)
@@ -34,36 +33,56 @@ class SyncPlan:
     network_bound: int
 
 
-def plan_sync(source: WeightSource, sink: WeightSink, settings: SyncSettings, exchange: Exchange) -> SyncPlan:
+def plan_sync(
+    source: WeightSource, sink: WeightSink, exchange: Exchange, bucket_bytes: int, ranks_per_node: int
+) -> SyncPlan:
     """Plan a sync, and prepare both ends of this rank for it. Every rank calls it together.
 
+    Args:
+        bucket_bytes: the size of each of two staging buffers.
+        ranks_per_node: how many consecutive ranks share a node.
+
     Raises:
-        PlanError: the sinks want a tensor that no source holds, or want one box twice.
+        PlanError: the sinks want a tensor that no source holds or one box twice, or ranks differ in these numbers.
         UnsupportedLoader: the engine's loader of this model cannot be replayed on shards.
     """
-    rank, per_node = exchange.rank, settings.ranks_per_node
-    held = source.holdings
+    rank, node, held = exchange.rank, exchange.rank // ranks_per_node, source.holdings
+    _check_agreement(exchange, bucket_bytes, ranks_per_node)
     holders = exchange.unique(signature_of(held))
     wanted = sink.demand_for(canonical_shapes(signature for _, signature in holders))
     readers = exchange.unique(signature_of(wanted))
     source.agree(holders, {kind for _, kinds in exchange.unique(frozenset(sink.rounded_scales)) for kind in kinds})
-    routes = route_sync(holders, readers, settings.bucket_bytes, per_node)
+    routes = route_sync(holders, readers, bucket_bytes, ranks_per_node)
     transfers = routes.rank_transfers(rank, LocalPieces({rank: held}, {rank: wanted}))
     boundaries = routes.bucket_boundaries([transfers], exchange.minimum)
     plan = routes.plan(rank, transfers, boundaries)
     sink.prepare(plan.layers)
-    bucket_of = {piece.name: source.ready_after.get(piece.view.tensor, -1) for piece in held.pieces}
+    bucket_of: dict[str, int] = {}  # the last one, where a canonical tensor lies in several local tensors
+    for piece in held.pieces:
+        updated_in = source.ready_after.get(piece.view.tensor, -1)
+        bucket_of[piece.name] = max(bucket_of.get(piece.name, -1), updated_in)
     ready = required_optimizer_buckets(plan, bucket_of, len(boundaries), exchange.maximum)
     check_arrivals(plan, wanted)
-    of_node = [other for other in exchange.ranks if other // per_node == rank // per_node]
-    first_of = {rank // per_node} if rank == min(of_node) else set()
+    of_node = [other for other in exchange.ranks if other // ranks_per_node == node]
+    first_of = {node} if rank == min(of_node) else set()
     return SyncPlan(
         current=plan,
         holders=holders,
         ready=ready,
         lower_bound=lower_bound({rank: held}, {rank: wanted})[rank],
-        network_bound=sum(network_lower_bound(holders, readers, per_node, nodes=first_of).values()),
+        network_bound=sum(network_lower_bound(holders, readers, ranks_per_node, nodes=first_of).values()),
     )
+
+
+def _check_agreement(exchange: Exchange, bucket_bytes: int, ranks_per_node: int) -> None:
+    """Check that all ranks cut the same messages; those of other sizes would end processes within gloo."""
+    given = exchange.unique((bucket_bytes, ranks_per_node))
+    if len(given) > 1:
+        found = "; ".join(
+            f"{nbytes} and {per_node} on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks[:5]))}"
+            for ranks, (nbytes, per_node) in given
+        )
+        raise PlanError(f"bucket_bytes and ranks_per_node are {found}: give all {len(exchange.ranks)} ranks the same")
 
 
 def required_optimizer_buckets(

@@ -1,4 +1,4 @@
-"""What this machine has: GPUs and packages. `python -m hybrid3d.doctor.machine` prints it as JSON.
+"""What this machine has: GPUs and packages. `python -m gpu.machine` prints it as JSON.
 
 This runs in a process of its own, because it imports torch.
 """
@@ -9,7 +9,6 @@ import importlib.machinery
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +16,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-NVIDIA_SMI_SECONDS = 30.0  # without persistence mode it takes seconds
+from hybrid3d.doctor.resources import driver_version
+
 # What a check can need, in the words of its message
 NEEDS = {
     "cuda": "CUDA",
@@ -64,7 +64,7 @@ def probe() -> Machine:
         versions["torch"], versions["cuda"] = torch.__version__, str(torch.version.cuda)
         if torch.cuda.is_available():
             gpus = _gpus(torch.cuda.device_count())
-            versions |= _driver()
+            versions["driver"] = driver_version()
     found = {
         "cuda": bool(gpus),
         "2 gpus": len(gpus) > 1,
@@ -109,35 +109,13 @@ def _gpus(count: int) -> list[dict[str, Any]]:
     return [{"name": p.name, "bytes": p.total_memory, "capability": f"{p.major}.{p.minor}"} for p in found]
 
 
-def nvidia_smi(arguments: Sequence[str]) -> str:
-    """Return the output of nvidia-smi; empty if there is none, or if it fails."""
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", *arguments],
-            capture_output=True,
-            text=True,
-            timeout=NVIDIA_SMI_SECONDS,
-            encoding="utf-8",
-            errors="replace",
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
-
-
-def _driver() -> dict[str, str]:
-    """Return the version of the driver, where nvidia-smi tells it."""
-    found = re.search(r"[\d.]+", nvidia_smi(["--query-gpu=driver_version", "--format=csv,noheader"]))
-    return {"driver": found[0]} if found else {}
-
-
 def in_subprocess(environment: Mapping[str, str], seconds: float) -> Machine:
     """Return the answer of `probe` in another process.
 
     Raises:
         RuntimeError: it failed; the message has its last line.
     """
-    command = [sys.executable, "-m", "hybrid3d.doctor.machine"]
+    command = [sys.executable, "-m", "gpu.machine"]
     done = subprocess.run(
         command,
         env=dict(environment),
