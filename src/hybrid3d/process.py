@@ -227,10 +227,6 @@ def main(run: str) -> None:
     remove_shared_memory(run)
 
 
-if __name__ == "__main__":
-    main(sys.argv[1])
-
-
 class ChildProcess:
     """This process as the child that runs a rank; where the rank has no such parent, nothing is told.
 
@@ -270,3 +266,7 @@ def is_child() -> bool:
 def this_process() -> ChildProcess:
     """Return this process as the child that runs a rank; from the first call on it tells that it is alive."""
     return ChildProcess()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

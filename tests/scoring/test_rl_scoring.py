@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -319,18 +318,14 @@ def test_calls_of_a_batch_have_no_limit_together(mine: Path) -> None:
     assert (done.returncode, done.stdout) == (0, f"imported\n{results}\n")
 
 
-@pytest.mark.parametrize(("workers", "answers", "seconds"), [(2, 1024, 10.0), (64, 65, 300.0), (8, 1, 0.5)])
-def test_pool_waits_until_all_workers_may_have_hung(
-    workers: int, answers: int, seconds: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A worker is started for each call, and its module takes as long to import as it may."""
-    limits = list[float]()
-    results = [(1.0, "", "")] * answers
-    connection = SimpleNamespace(send=len, poll=lambda limit: not limits.append(limit), recv=lambda: results)
-    client = pool_client.ProcessPoolClient("mine:odd", "reward", workers, seconds)
-    monkeypatch.setattr(client, "_ensure_server", lambda: (None, connection))
-    assert client.call(items(*["1"] * answers)) == results
-    assert limits == [pytest.approx(120 + math.ceil(answers / workers) * (120 + seconds))]
+@pytest.mark.usefixtures("mine")
+def test_batch_may_take_longer_than_its_server_may_be_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(FunctionScorer("mine:pause", workers=1, timeout_seconds=1.0, default=-1.0)) as scorer:
+        score(scorer, items("1"))
+        monkeypatch.setattr(pool_client, "START_SECONDS", 0.5)
+        begin = time.monotonic()
+        assert score(scorer, items(*map(str, range(10)))) == Scores([*map(float, range(10))])
+        assert time.monotonic() - begin > 2 * 0.5 + 1.0
 
 
 @pytest.mark.usefixtures("mine")

@@ -69,11 +69,11 @@ RESUMED = ("qwen2", "deepseek_v3")  # tied embeddings lie on two pipeline stages
 # Where a checkpoint of TP2 x PP2 is loaded too; of DeepSeek at PP4 the first stage has no experts
 ELSEWHERE: dict[str, dict[str, int]] = {"pp2-dp2": dict(pp=2, dp=2), "pp4": dict(pp=4), "tp4": dict(tp=4)}
 
-# In make test, each kind of layout once or twice; the other layouts of these families in make test-all
+# In make test; the other layouts of these families in make test-all
 QUICK = {"llama": ("tp2-pp2",), "qwen3": ("tp1-pp1", "tp2-pp2")}
 QUICK |= dict.fromkeys(("mixtral", "deepseek_v2"), ("tp2-ep2",))
-QUICK["qwen2"] = ("tp2-pp2", "tp2-pp2-vpp2", "pp2-first1", "tp2-pp2-packed")
-QUICK["qwen3_moe"] = ("tp2-ep2-etp2", "tp2-ep2", "dp4-ep4", "pp2-vpp2-ep2-packed")
+QUICK["qwen2"] = ("tp2-pp1", "tp2-pp2", "tp2-pp2-vpp2", "pp2-first1", "tp2-pp2-packed")
+QUICK["qwen3_moe"] = ("tp2-ep2-etp2", "tp2-ep2", "pp2-vpp2-ep2", "dp4-ep4", "pp2-vpp2-ep2-packed")
 QUICK["deepseek_v3"] = ("tp2-ep2", "tp2-pp2-ep2", "dp4-ep2-etp2", "tp2-pp2-budget")
 
 

@@ -106,6 +106,14 @@ def test_reward_groups_score_the_answers_to_their_prompts(workers: RewardWorkers
     assert workers.lap_busy_seconds() == pytest.approx(2.0, abs=0.1)
 
 
+def test_scoring_call_takes_no_longer_than_its_limit(workers: RewardWorkers, store: dist.Store) -> None:
+    ranks = {rank: RewardRank(rank, store) for rank in range(2, 6)}
+    many = [replace(query, prompt_number=i // 2) for i, query in enumerate(QUERIES * 40)]
+    assert workers.score(many, "function").rewards == REWARDS * 40
+    # In 420 s, 28 times 10 s and 5 s to end a worker, by two workers, and whole prompts
+    assert [len(call) for call in ranks[2].scored] == [len(call) for call in ranks[4].scored] == [56, 56, 8]
+
+
 def test_reward_groups_score_what_a_lost_group_had_to(
     workers: RewardWorkers,
     store: dist.Store,
@@ -156,3 +164,15 @@ def test_functions_get_texts_alone(workers: RewardWorkers, store: dist.Store) ->
     assert [len(tokens) for tokens in ranks[2].tokens + ranks[4].tokens] == [1] * 4
     assert WorkerScorer(workers, "function").score(QUERIES).rewards == REWARDS
     assert [len(tokens) for tokens in ranks[2].tokens[2:] + ranks[4].tokens[2:]] == [0] * 6
+
+
+@pytest.mark.parametrize(("most", "calls"), [(4, [8, 8]), (14, [8, 8]), (16, [16])])
+def test_call_has_whole_prompts_and_at_least_one(
+    workers: RewardWorkers, store: dist.Store, most: int, calls: list[int]
+) -> None:
+    """Of four prompts with eight answers each, two groups score equally many."""
+    ranks = {rank: RewardRank(rank, store) for rank in range(2, 6)}
+    workers._most = most
+    queries = [replace(QUERIES[0], prompt_number=i // 8) for i in range(32)]
+    assert workers.score(queries, "function").rewards == [1.0] * 32
+    assert [len(call) for call in ranks[2].scored] == [len(call) for call in ranks[4].scored] == calls

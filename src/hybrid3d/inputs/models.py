@@ -228,7 +228,7 @@ def read_data(recipe: Recipe, config: Config, tokenizer: Any) -> tuple[PromptDat
     )
     of_data = of_train = how
     if recipe.algorithm.uses_pairs:
-        of_data = of_train = how | dict(answer=data.chosen, rejected=data.rejected, max_tokens=longest)
+        of_data = of_train = how | dict(answer=data.chosen, rejected=data.rejected, max_tokens=longest, remedy="")
     elif recipe.algorithm.name == "sft":
         of_train = how | dict(max_tokens=longest)
     train, held_out = PromptData.read(data.train, **of_train), {"eval": PromptData.read(data.eval, **of_data)}

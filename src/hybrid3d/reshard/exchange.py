@@ -94,6 +94,8 @@ def _to_json(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {"map": [[_to_json(key), _to_json(each)] for key, each in value.items()]}
     if isinstance(value, Set):
+        if all(isinstance(each, str) for each in value):
+            return {"set": sorted(value)}
         return {"set": sorted((_to_json(each) for each in value), key=json.dumps)}
     if isinstance(value, tuple | list):
         return [_to_json(each) for each in value]

@@ -197,7 +197,7 @@ def _check_not_quantized(folder: Path) -> None:
 def _read_block_size(folder: Path) -> tuple[int, int]:
     """Return the rows and columns of a block that shares one scale, from config.json."""
     try:
-        rows, columns = _quantization_of(folder)["weight_block_size"]
+        rows, columns = read_json_file(folder / "config.json")["quantization_config"]["weight_block_size"]
         return int(rows), int(columns)
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(

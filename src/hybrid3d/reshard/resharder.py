@@ -13,11 +13,10 @@ from hybrid3d.reshard.exchange import JsonExchange
 from hybrid3d.reshard.move.device import synchronize
 from hybrid3d.reshard.move.executor import ExecutionReport, Executor
 from hybrid3d.reshard.move.transport import make_transport
-from hybrid3d.reshard.sync_plan import plan_sync
+from hybrid3d.reshard.sync_plan import listed, plan_sync
 
 BUCKET_BYTES = 64 * 2**20
 ONE_NODE = 1 << 30
-LISTED = 5  # corrupted tensors that a message names
 
 
 class CorruptTensors(RuntimeError):
@@ -25,11 +24,6 @@ class CorruptTensors(RuntimeError):
 
     def __init__(self, names: Sequence[str]):
         super().__init__(f"{len(names)} tensors arrived corrupted: {listed(names)}")
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return the first names, and the number of the others, for a message."""
-    return ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
 
 
 def corrupted_on_any(names: Sequence[str] | None, exchange: Exchange) -> tuple[str, ...]:

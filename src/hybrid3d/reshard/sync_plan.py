@@ -76,13 +76,22 @@ def plan_sync(
 
 def _check_agreement(exchange: Exchange, bucket_bytes: int, ranks_per_node: int) -> None:
     """Check that all ranks cut the same messages; those of other sizes would end processes within gloo."""
-    given = exchange.unique((bucket_bytes, ranks_per_node))
-    if len(given) > 1:
-        found = "; ".join(
-            f"{nbytes} and {per_node} on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks[:5]))}"
-            for ranks, (nbytes, per_node) in given
-        )
-        raise PlanError(f"bucket_bytes and ranks_per_node are {found}: give all {len(exchange.ranks)} ranks the same")
+    for name, number in {"bucket_bytes (bucket_mib x 2**20)": bucket_bytes, "ranks_per_node": ranks_per_node}.items():
+        given = exchange.unique(number)
+        if len(given) > 1:
+            found = "; ".join(
+                f"{value} on {'rank' if len(ranks) == 1 else 'ranks'} {listed([*map(str, ranks)])}"
+                for ranks, value in given
+            )
+            raise PlanError(f"{name} is {found}: give all {len(exchange.ranks)} ranks the same")
+
+
+LISTED = 5  # names, or ranks, that a message has
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first names, and the number of the others, for a message."""
+    return ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
 
 
 def required_optimizer_buckets(

@@ -7,6 +7,7 @@ folder and exits, and the launcher starts the ranks again.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -19,6 +20,8 @@ import torch
 from hybrid3d.config import OFFLOADS, Recipe
 from hybrid3d.run.folder import RunFolder
 from hybrid3d.storage.disk import CheckpointWriteError, describe_write_error
+
+logger = logging.getLogger(__name__)
 
 ADVICE = "raise train.tp or train.pp, set train.recompute=full, or lower rollout.gpu_memory_utilization"
 
@@ -95,12 +98,16 @@ class OomRecovery:
         try:
             draft.write_text(json.dumps(fields), encoding="utf-8")
             _publish(draft, path)
-            folder.add_event("out_of_memory", **fields)
         except FileExistsError:  # another rank ran out of memory too, and saved the same settings
             pass
-        except (OSError, CheckpointWriteError) as error:
-            problem = str(error) if isinstance(error, CheckpointWriteError) else describe_write_error(path, error)
+        except OSError as error:
+            problem = describe_write_error(path, error)
             return RuntimeError(f"{cause}: there is no restart with other settings, as {problem}: {ADVICE}")
+        else:
+            try:
+                folder.add_event("out_of_memory", **fields)
+            except CheckpointWriteError as error:  # the record, which is written, says the same
+                logger.warning("%s", error)
         finally:
             draft.unlink(missing_ok=True)
         changes = ", ".join(f"{key}={new[key]} instead of {old[key]}" for key in new)

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import msgspec
-
 
 @dataclass(frozen=True)
 class Progress:
@@ -30,7 +28,9 @@ class Progress:
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Progress:
         """Return what a checkpoint says; those of fine-tuning on data have no prompts and no KL."""
-        return msgspec.convert(saved, cls)
+        unfinished = tuple((batch, place) for batch, place in saved.get("unfinished", ()))
+        others = {key: saved[key] for key in ("batch", "kl", "guard", "control") if key in saved}
+        return cls(unfinished=unfinished, **others)
 
     def as_json(self) -> dict[str, Any]:
         """Return what a checkpoint says."""

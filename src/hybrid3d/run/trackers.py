@@ -169,7 +169,11 @@ class MLflow:
             found = self._client.get_experiment_by_name(experiment)
             number = self._client.create_experiment(experiment) if found is None else found.experiment_id
             self._id = self._client.create_run(number, run_name=recipe.name).info.run_id
-            self._log_settings(recipe)
+            try:
+                self._log_settings(recipe)
+            except Exception:  # the next start creates another run
+                self._client.set_terminated(self._id, "FAILED")
+                raise
             _write_id(folder, "mlflow", self._id)
         self._client.update_run(self._id, status="RUNNING")
 

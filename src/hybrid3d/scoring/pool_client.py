@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import multiprocessing
 import os
 import signal
@@ -40,19 +39,20 @@ class ProcessPoolClient:
     def call(self, items: Sequence[Item]) -> list[CallResult]:
         """Call the function for each item; returns the results in order.
 
-        The pool's server enforces the limit of each call. The limit here only detects a server that hangs itself: it
-        has room for every worker to hang in every call, and for the start of the one that replaces it.
+        The pool's server enforces the limit of each call, and sends an empty list whenever some have ended. The limit
+        here, of the time between two messages, only detects a server that hangs itself: it has room for its start and
+        that of a worker, and for a call.
         """
         if not items:
             return []
-        rounds = math.ceil(len(items) / self._workers)
-        limit = START_SECONDS + rounds * (self._seconds + START_SECONDS)
+        limit = 2 * START_SECONDS + self._seconds
         process, connection = self._ensure_server()
         try:
             connection.send(list(items))
-            if connection.poll(limit):
+            while connection.poll(limit):
                 results: list[CallResult] = connection.recv()
-                return results
+                if results:
+                    return results
             failure: CallResult = (None, "hung", f"the pool's server did not reply within {limit:g} s")
             process.kill()
         except (EOFError, ConnectionError):

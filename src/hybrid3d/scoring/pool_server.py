@@ -66,10 +66,22 @@ class WorkerContext(SpawnContext):
 class Pool:
     """Calls one function in worker processes; replaces a worker that hangs or dies."""
 
-    def __init__(self, target: str, return_kind: ReturnKind, workers: int, seconds: float):
+    def __init__(
+        self,
+        target: str,
+        return_kind: ReturnKind,
+        workers: int,
+        seconds: float,
+        progressed: Callable[[], object] = lambda: None,
+    ):
+        """
+        Args:
+            seconds: the time limit of a call.
+            progressed: called while a batch is computed, after calls of it have ended.
+        """
         self._context = WorkerContext()
         self._workers, self._start = workers, (target, return_kind, seconds)
-        self._return_kind, self._seconds = return_kind, seconds
+        self._return_kind, self._seconds, self._progressed = return_kind, seconds, progressed
         self._batched: bool | None = None
         self._pool = self._new_pool()
 
@@ -127,9 +139,11 @@ class Pool:
 
     def _wait(self, futures: Iterable[Future[Any]]) -> None:
         """Wait until all are done, or the pool is broken, which does not complete its queued calls."""
-        waiting = list(futures)
-        while wait(waiting, timeout=POLL_SECONDS).not_done and self._pool.active:
-            pass
+        waiting = set(futures)
+        while waiting and self._pool.active:
+            done, waiting = wait(waiting, timeout=POLL_SECONDS)
+            if done:
+                self._progressed()
 
     def _results(self, future: Future[list[CallResult]], samples: int) -> list[CallResult]:
         error = future.exception()
@@ -150,7 +164,7 @@ def serve(connection: Connection, target: str, return_kind: ReturnKind, workers:
     adopt_orphans()
     set_shared_memory_prefix()
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
-    pool = Pool(target, return_kind, workers, seconds)
+    pool = Pool(target, return_kind, workers, seconds, lambda: connection.send([]))
     threading.Thread(target=_kill_orphans, daemon=True).start()
     while True:
         try:

@@ -198,6 +198,7 @@ def ask_all(
     owners: Callable[[], Sequence[Owner]],
     prompts: Sequence[Sequence[int]],
     ask: Callable[[Mapping[Owner, list[int]]], Mapping[Owner, T]],
+    most: int = 2**31,
 ) -> Iterator[tuple[list[int], T]]:
     """Divide prompts among owners, and yield numbers of answers and what was returned; a lost one's are asked again.
 
@@ -205,10 +206,13 @@ def ask_all(
         owners: returns those that are there now, at least one; it is called before each round.
         prompts: of each the numbers of its answers, which one owner gets together.
         ask: called with the numbers that each owner gets; what it returns lacks those that are lost.
+        most: how many prompts an owner gets in a round.
     """
     while prompts:
-        shares = shares_of(owners(), prompts)
+        present = owners()
+        shares = shares_of(present, prompts[: most * len(present)])
         numbers = {owner: [i for prompt in share for i in prompt] for owner, share in shares.items()}
         found = ask(numbers)
         yield from ((numbers[owner], result) for owner, result in found.items())
-        prompts = [prompt for owner, share in shares.items() if owner not in found for prompt in share]
+        lost = [prompt for owner, share in shares.items() if owner not in found for prompt in share]
+        prompts = [*lost, *prompts[most * len(present) :]]

@@ -1,4 +1,4 @@
-"""Sync of weights from the train layout to the rollout layout: plan, session and what it consists of."""
+"""Sync of weights from the train layout to the rollout layout, as `hybrid3d.reshard` plans it."""
 
 from hybrid3d.sync.compose import policy_sync, weight_sync
 from hybrid3d.sync.delta import SyncSettings

@@ -15,8 +15,8 @@ from hybrid3d.reshard.ends import Exchange, WeightSink, WeightSource
 from hybrid3d.reshard.move.device import SideStream, device, synchronize
 from hybrid3d.reshard.move.executor import ExecutionReport, Executor
 from hybrid3d.reshard.move.transport import Transport
-from hybrid3d.reshard.resharder import corrupted_on_any, listed
-from hybrid3d.reshard.sync_plan import plan_sync
+from hybrid3d.reshard.resharder import corrupted_on_any
+from hybrid3d.reshard.sync_plan import listed, plan_sync
 from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.sync.choice import ExpectedSeconds, SyncEstimate
 from hybrid3d.sync.delta import DeltaSync, SyncSettings

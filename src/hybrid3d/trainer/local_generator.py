@@ -22,9 +22,9 @@ from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.run.progress import Progress
 from hybrid3d.sync import SyncReport, policy_sync
 from hybrid3d.train.trained_model import BucketHook
+from hybrid3d.trainer.scorers import make_scorers
 from hybrid3d.trainer.trainer import GeneratorInputs
 from hybrid3d.watch.work_meter import record as work_record
-from hybrid3d.workers.reward import make_scorers
 from hybrid3d.workers.roles import WorkerServer
 
 

@@ -231,11 +231,15 @@ class TrainerEngine(base.TrainerWeightTransferEngine):
             self._pass_on_refusal(store)
             self._answer.result()
             ledger.hear_answer(store)
-            meet(store, ledger.count_heard, before + info.num_trainer_ranks, info.timeout)  # before the store is gone
-        else:
-            patience = info.timeout + CAUSE_SECONDS  # rank 0 says what has failed
-            meet(store, ledger.count_heard, before + 1, patience, lambda: self._pass_on_refusal(store))
-            ledger.hear_answer(store)
+            self._keep_store_until(lambda: ledger.count_heard(store) >= before + info.num_trainer_ranks)
+            return
+        end = time.monotonic() + info.timeout + CAUSE_SECONDS  # rank 0 says before what has failed
+        while ledger.count_heard(store) <= before:
+            self._pass_on_refusal(store)
+            if time.monotonic() > end:
+                raise TransferFailed(f"rank 0 has not told within {info.timeout:g} s that vLLM has answered")
+            time.sleep(MEETING_POLL_SECONDS)
+        ledger.hear_answer(store)
 
     def _pass_on_refusal(self, store: Store) -> None:
         """Tell the other members that vLLM has refused rank 0's call; the store is kept until the ranks know."""
@@ -245,9 +249,13 @@ class TrainerEngine(base.TrainerWeightTransferEngine):
                 raise TransferFailed(refusal)
         elif self._answer.done() and (error := self._answer.exception()):
             ledger.refuse(store, str(error))
-            end = time.monotonic() + CAUSE_SECONDS
-            while ledger.count_told(store) < self._info.num_trainer_ranks - 1 and time.monotonic() < end:
-                time.sleep(MEETING_POLL_SECONDS)
+            self._keep_store_until(lambda: ledger.count_told(store) >= self._info.num_trainer_ranks - 1)
+
+    def _keep_store_until(self, told: Callable[[], bool]) -> None:
+        """Wait until the other ranks are told, but not for long if one is lost: the store may end with this process."""
+        end = time.monotonic() + CAUSE_SECONDS
+        while not told() and time.monotonic() < end:
+            time.sleep(MEETING_POLL_SECONDS)
 
     def _attempt(self, work: Callable[[], None]) -> None:
         """Do the work, or leave the workers and say why it failed."""

@@ -1,6 +1,6 @@
 """A rank that only computes rewards: with the reward function, or with a shard of the reward model.
 
-`RewardWorkers` is what the first rank that trains sees of such ranks, and `make_scorers` says which scorers a run has.
+`RewardWorkers` is what the first rank that trains sees of such ranks.
 """
 
 from __future__ import annotations
@@ -15,24 +15,13 @@ from torch.distributed.distributed_c10d import Store
 
 from hybrid3d import distributed, launch_environment
 from hybrid3d.config import Recipe
-from hybrid3d.distributed import broadcast_object
-from hybrid3d.generation.replicas import Replicas, ReplicaScorer
 from hybrid3d.inputs.models import read_config, read_tokenizer
 from hybrid3d.process import new_engine_name, set_shared_memory_prefix
 from hybrid3d.run.logger import RunLogger
 from hybrid3d.run.memory import meter
 from hybrid3d.scoring.code import sandbox
-from hybrid3d.scoring.scorer import (
-    FunctionScorer,
-    Given,
-    Query,
-    Scorer,
-    Scorers,
-    Scores,
-    ask_all,
-    by_prompt,
-    together,
-)
+from hybrid3d.scoring.pool_client import GRACE_SECONDS
+from hybrid3d.scoring.scorer import FunctionScorer, Query, Scorer, Scores, ask_all, by_prompt, together
 from hybrid3d.watch.heartbeat import enter_phase
 from hybrid3d.workers.channel import Connection
 from hybrid3d.workers.messages import Call, Reply, Score, WithTexts
@@ -106,6 +95,9 @@ def load_model_scorer(recipe: Recipe, path: str, pad_id: int, group: dist.Proces
     return ModelScorer(ValueModel(read_config(path), recipe, group.rank(), path=path), recipe, pad_id, group)
 
 
+CALL_SECONDS = 420.0  # of a call at most: a group that comes back shares the next one, and a lost one had little to do
+
+
 class RewardWorkers(RoleClient):
     """All groups of ranks that compute rewards. What a group that is lost had to score, the others score."""
 
@@ -113,7 +105,10 @@ class RewardWorkers(RoleClient):
 
     def __init__(self, recipe: Recipe, store: Store, record: RunLogger):
         super().__init__(recipe, store, record, "reward")
-        self._runs_code = recipe.reward.name == "code"
+        reward = recipe.reward
+        self._runs_code = reward.name == "code"
+        # How many answers a rank can score in a call, however long each of them takes
+        self._most = max(1, int(CALL_SECONDS // (reward.timeout_seconds + GRACE_SECONDS))) * reward.workers
         self._asked: list[WorkerGroup] = []  # in the last call
 
     def score(self, queries: Sequence[Query], scorer: str) -> Scores:
@@ -122,6 +117,8 @@ class RewardWorkers(RoleClient):
         Args:
             scorer: `model`, the reward model, or `function`.
         """
+        prompts = by_prompt(queries)
+        most = max(1, self._most // max(map(len, prompts), default=1)) if scorer == "function" else len(prompts)
 
         def ask(numbers: Mapping[WorkerGroup, list[int]]) -> Mapping[WorkerGroup, Scores]:
             calls = {
@@ -130,7 +127,7 @@ class RewardWorkers(RoleClient):
             }
             return {group: first.scores[0] for group, (first, *_) in self._receive(self._send(calls)).items()}
 
-        return together(ask_all(self._wait_for_groups, by_prompt(queries), ask))
+        return together(ask_all(self._wait_for_groups, prompts, ask, most))
 
     def _wait_for_groups(self) -> list[WorkerGroup]:
         """Return the groups that are ready, after waiting for one; the first time, for all of them."""
@@ -169,39 +166,3 @@ class WorkerScorer:
 def _sent(query: Query, scorer: str) -> Query:
     """Return what a scorer needs of a query."""
     return query if scorer == "model" else query.text
-
-
-@dataclass(frozen=True)
-class OfFirstRank:
-    """Implements `Scorer` on all ranks of a group by a scorer that its first rank has."""
-
-    scorer: Scorer | None
-    group: dist.ProcessGroup
-
-    def score(self, queries: Sequence[Query]) -> Scores:
-        """Return the rewards of answers, in order."""
-        scores: Scores = broadcast_object(None if self.scorer is None else self.scorer.score(queries), self.group)
-        return scores
-
-
-def make_scorers(
-    recipe: Recipe, replicas: Replicas, workers: RewardWorkers | None, group: dist.ProcessGroup | None
-) -> Scorers:
-    """Return the scorers that a recipe asks for: of answers that are trained on, and of those to held-out problems.
-
-    Args:
-        workers: the ranks that only compute rewards, on the first rank, if there are any.
-        group: the ranks that ask, which all do; None where the first one asks alone.
-    """
-    if recipe.roles.reward.ranks is None:
-        by_function: Scorer = ReplicaScorer(replicas)
-        return Scorers(None if recipe.reward.model is not None else Given(by_function), Given(by_function))
-
-    def by(name: str) -> Scorer:
-        own = None if workers is None else WorkerScorer(workers, name)
-        if group is not None:
-            return Given(OfFirstRank(own, group))
-        assert own is not None, "the first rank knows the ranks that compute rewards"
-        return Given(own)
-
-    return Scorers(by("function" if recipe.reward.model is None else "model"), by("function"))

@@ -1,6 +1,6 @@
 """Counts what finding, encoding, decoding and writing changed elements takes of one rank, beside the wire.
 
-The numbers of operations are those of `runs.py`, `encoding.py` and `changes.py`, which a test counts as they run. On a
+The numbers of operations are those of `runs.py` and `encoding.py`, which a test counts as they run. On a
 GPU an operation is at least a launch; `nonzero` is three, and waits for the GPU, as reading a number on the host does.
 """
 

@@ -215,7 +215,7 @@ class Adapters(torch.nn.Module):
 
     @torch.no_grad()
     def unmerge(self) -> None:
-        """Undo `merge`, bit for bit; nothing is to be undone if it failed on an earlier stage, or before it began."""
+        """Undo `merge`, bit for bit, by the copies, which stay; without them no merge has begun."""
         if self._kept is not None:
             for weight, kept in zip(self._weights, self._kept, strict=True):
                 weight.copy_(kept)
