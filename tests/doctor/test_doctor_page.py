@@ -130,9 +130,7 @@ def install(folder: Path, name: str, version: str) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("name", "severity"), [("transformers", CANNOT_START), pytest.param("rich", SLOW, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("name", "severity"), [("transformers", CANNOT_START), ("rich", SLOW)])
 def test_package_of_another_version(doctor: Doctor, tmp_path: Path, name: str, severity: str) -> None:
     install(tmp_path / "site", name, "4.0.0")
     expect = 1 if severity == CANNOT_START else 0

@@ -232,7 +232,7 @@ def run_check(item: pytest.Item, device: str, environment: Mapping[str, str], se
 def environment(device: str) -> dict[str, str]:
     """Return the environment of the processes: these sources, no rank's variables, nothing downloaded."""
     found = {key: value for key, value in os.environ.items() if not key.startswith(RANK_VARIABLES)}
-    path = [str(ROOT / name) for name in ("src", "tests", "benchmarks")] + [*filter(None, [found.get("PYTHONPATH")])]
+    path = [str(ROOT / "src"), str(ROOT / "tests"), *filter(None, [found.get("PYTHONPATH")]), str(ROOT / "benchmarks")]
     found |= {"PYTHONPATH": os.pathsep.join(path), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     if device == "cpu":
         found["CUDA_VISIBLE_DEVICES"] = ""

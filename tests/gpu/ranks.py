@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 from hybrid3d.errors import set_stream_errors
-from hybrid3d.launch.launcher import run_ranks
+from hybrid3d.launch.local_ranks import run_ranks
 from hybrid3d.launch_environment import RUN
 from hybrid3d.process import shared_memory_cleanup
 

@@ -22,22 +22,22 @@ assert SPEC.loader is not None
 structure = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(structure)
 
-FILES, LINES = 333, 56520  # of the package
+FILES, LINES = 337, 56610  # of the package
 LINES_OF_ROOM = {
     "__init__": 20,
     "__main__": 10,
     "bench": 1590,
     "certify": 710,
     "cli": 1330,
-    "config": 3540,
+    "config": 3550,
     "distributed": 350,
     "doctor": 1280,
     "engines": 1950,
     "errors": 40,
     "families": 1210,
-    "generation": 3910,
+    "generation": 3920,
     "inputs": 1090,
-    "launch": 2310,
+    "launch": 2320,
     "launch_environment": 360,
     "ledger": 320,
     "patches": 260,
@@ -45,20 +45,20 @@ LINES_OF_ROOM = {
     "process": 280,
     "replay": 780,
     "report": 1520,
-    "reshard": 6610,
+    "reshard": 6620,
     "rl": 2500,
     "rollout": 2610,
-    "run": 2150,
-    "scoring": 4550,
+    "run": 2160,
+    "scoring": 4570,
     "storage": 710,
     "sync": 990,
     "train": 4590,
-    "trainer": 3120,
+    "trainer": 3170,
     "watch": 930,
-    "weight_transfer": 1060,
-    "workers": 1610,
+    "weight_transfer": 1070,
+    "workers": 1570,
 }
-IMPORTS = 0.0754  # the share of lines that imports take; 0.065 is aimed at
+IMPORTS = 0.0756  # the share of lines that imports take; 0.065 is aimed at
 NONE = {
     "bench": 34,
     "certify": 12,
@@ -86,12 +86,12 @@ NONE = {
     "storage": 3,
     "sync": 4,
     "train": 96,
-    "trainer": 137,
+    "trainer": 144,
     "watch": 35,
     "weight_transfer": 5,
-    "workers": 37,
+    "workers": 30,
 }  # comparisons with None by room
-ONE_IMPORTER = 63  # modules that a single other one imports
+ONE_IMPORTER = 65  # modules that a single other one imports
 
 # Classes of engines, and where they may be annotated: their own rooms, the factories, and the checks of engines on GPUs
 ENGINES = {"RolloutEngine", "MegatronModel", "Policy", "ValueModel", "LLM", "LLMEngine"}

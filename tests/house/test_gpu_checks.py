@@ -207,7 +207,7 @@ def test_gpu_checks_without_engines_run_or_name_what_they_need(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, absent: tuple[str, ...], of_megatron: tuple[str, ...]
 ) -> None:
     """As where only torch is installed, or torch and Megatron: some of our dependencies cannot be imported either."""
-    hidden = (*absent, "pyarrow", "matplotlib", "ray", "psutil", "xdist")
+    hidden = (*absent, "pyarrow", "matplotlib", "ray", "psutil", "msgspec", "xdist")
     (tmp_path / "sitecustomize.py").write_text(
         "import sys, importlib.machinery as machinery\n"
         "find = machinery.PathFinder.find_spec.__func__\n"

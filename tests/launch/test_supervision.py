@@ -21,7 +21,7 @@ import warm_python
 from commands import ROOT, demo_folder, read_events, read_rows
 from hybrid3d.config import load_recipe
 from hybrid3d.launch import rank_host, run_secret
-from hybrid3d.launch.launcher import run_ranks
+from hybrid3d.launch.local_ranks import run_ranks
 from hybrid3d.launch.policies import STOPPED
 from hybrid3d.launch.rank import _report_seen
 from hybrid3d.launch_environment import State
@@ -195,7 +195,7 @@ def test_rank_that_fails_by_itself_ends_the_others(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes network namespaces")
 def test_machine_without_loopback_is_told_at_once() -> None:
     """In a namespace whose loopback interface is down."""
-    script = "from hybrid3d.launch.launcher import run_ranks\nfrom hybrid3d.errors import UserMistake\n"
+    script = "from hybrid3d.launch.local_ranks import run_ranks\nfrom hybrid3d.errors import UserMistake\n"
     script += "try:\n    run_ranks(['true'], 2)\nexcept UserMistake as error:\n    print(error)"
     done = subprocess.run(
         ["unshare", "--net", sys.executable, "-c", script],

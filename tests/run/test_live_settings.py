@@ -157,6 +157,11 @@ def test_schedule_nested_or_dotted_is_read_in_order_and_back(tmp_path: Path) -> 
     assert load_recipe(tmp_path / "again.yaml") == recipe
     more = load_recipe(tmp_path / "again.yaml", ["schedule.31.sync.bucket_mib=1"])
     assert more.schedule == recipe.schedule | {31: {"sync.verify": "always", "sync.bucket_mib": 1}}
+    other = load_recipe(tmp_path / "again.yaml", ["schedule.30.optimizer.lr=2.0e-6", "schedule.31={run.eval_every: 3}"])
+    assert other.schedule == recipe.schedule | {
+        30: {"optimizer.lr": 2e-6, "algorithm.kl.coef": 1},
+        31: {"run.eval_every": 3},
+    }
     assert load_recipe(DEMO).schedule == {}
 
 

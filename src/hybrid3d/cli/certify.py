@@ -18,7 +18,7 @@ from hybrid3d.cli import touch_points
 from hybrid3d.cli.starting import check_world, launch_ranks, lock_run, run_as_judging_rank, set_device_connections
 from hybrid3d.cli.terminal import DONE, FAILED, Commands, make_console, path_argument
 from hybrid3d.config import Recipe, RecipeError, check_layout_early, read_recipe
-from hybrid3d.config.schema import apply_overrides
+from hybrid3d.config.overrides import apply_overrides
 from hybrid3d.errors import UserMistake
 from hybrid3d.launch_environment import CHECKED
 from hybrid3d.run.folder import RunFolder

@@ -9,9 +9,10 @@ from typing import Any
 import yaml
 
 from hybrid3d.config.former import with_present_settings
+from hybrid3d.config.overrides import apply_overrides
 from hybrid3d.config.recipe import Recipe
 from hybrid3d.config.rules import validate_recipe
-from hybrid3d.config.schema import RecipeError, apply_overrides, read_section, read_yaml, to_raw
+from hybrid3d.config.schema import RecipeError, read_section, read_yaml, to_raw
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:

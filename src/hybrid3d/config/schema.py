@@ -8,11 +8,10 @@ can be fixed in one pass.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
@@ -194,48 +193,6 @@ def flatten_settings(raw: object, path: str = "") -> dict[str, Any]:
             raise ValueError(f"{duplicate} is given twice")
         flat |= settings
     return flat
-
-
-def with_settings(raw: Mapping[Any, Any], settings: Mapping[str, object], problems: list[str]) -> dict[Any, Any]:
-    """Return a copy of a recipe's sections with each `section.key` set to a new value; append to `problems`."""
-    changed = copy.deepcopy(dict(raw))
-    for key, value in settings.items():
-        try:
-            _set(changed, key.split("."), value)
-        except ValueError as error:
-            problems.append(f"{key}: {error}")
-    return changed
-
-
-def apply_overrides(raw: dict[Any, Any], overrides: Iterable[str], problems: list[str]) -> None:
-    """Set each `section.key=value` in `raw`; values are YAML. Unknown keys are reported when `raw` is read."""
-    for override in overrides:
-        try:
-            _apply_override(raw, override)
-        except ValueError as error:
-            text = override if len(override) <= 200 else f"{override[:200]}..."
-            problems.append(f"override {text!r}: {error}")
-
-
-def _apply_override(raw: dict[Any, Any], override: str) -> None:
-    path, equals, text = override.partition("=")
-    keys = path.strip().split(".")
-    if not equals or not all(keys):
-        raise ValueError("expected section.key=value")
-    _set(raw, keys, parse_yaml(text))
-
-
-def _set(raw: dict[Any, Any], keys: Sequence[str], value: object) -> None:
-    section = raw
-    *sections, key = keys
-    for name in sections:
-        name = next((present for present in section if str(present) == name), name)  # steps of a schedule are numbers
-        if section.get(name) is None:  # absent, or `rollout: null`
-            section[name] = {}
-        if not isinstance(section[name], dict):
-            raise ValueError(f"{name} is not a section but {format_value(section[name])}")
-        section = section[name]
-    section[key] = value
 
 
 def key_of(field_name: str) -> str:

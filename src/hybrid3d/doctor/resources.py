@@ -177,8 +177,8 @@ def _check_torch(context: Context, rows: Sequence[dict[str, str]]) -> Iterator[F
         yield Finding(f"torch cannot be used: {error}", CANNOT_START, "install it anew, as requirements/ has it")
         return
     seen, built_for = machine["gpus"], machine["cuda"]
-    driver = rows[0]["driver_version"] if rows else driver_version()
     if seen:
+        driver = rows[0]["driver_version"] if rows else driver_version()
         names = ", ".join(dict.fromkeys(gpu["name"] for gpu in seen))
         nccl = context.answer("nccl") or "unknown"
         found = f"{len(seen)} GPUs ({names}), driver {driver}, torch for CUDA {built_for}, NCCL {nccl}"
@@ -192,7 +192,7 @@ def _check_torch(context: Context, rows: Sequence[dict[str, str]]) -> Iterator[F
     if not rows:
         yield Finding("no GPU: models are trained and answers generated on the CPU, over gloo")
         return
-    there = f"the driver {driver} has {len(rows)} GPUs, but torch sees none"
+    there = f"the driver {rows[0]['driver_version']} has {len(rows)} GPUs, but torch sees none"
     hidden = context.environment.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None and (not hidden.strip() or hidden.strip() == "-1"):
         yield Finding(f"{there}: CUDA_VISIBLE_DEVICES={hidden!r} hides them", SLOW, "unset CUDA_VISIBLE_DEVICES")

@@ -7,14 +7,13 @@ generation per token and per pass of the model: a rank is slow only if it is by 
 
 from __future__ import annotations
 
+import json
 import math
 import socket
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-
-import msgspec
+from dataclasses import asdict, dataclass, field
 
 from hybrid3d.config import Recipe
 
@@ -110,7 +109,7 @@ class WorkRecord:
 
     def message(self) -> str:
         """Return what rank 0 needs to compare this rank: a `Work` as JSON."""
-        return msgspec.json.encode(Work(socket.gethostname(), self._parts, list(self._steps))).decode()
+        return json.dumps(asdict(Work(socket.gethostname(), self._parts, list(self._steps))))
 
 
 record = WorkRecord()
