@@ -22,7 +22,7 @@ assert SPEC.loader is not None
 structure = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(structure)
 
-FILES, LINES = 337, 56610  # of the package
+FILES, LINES = 337, 56620  # of the package
 LINES_OF_ROOM = {
     "__init__": 20,
     "__main__": 10,
@@ -43,7 +43,7 @@ LINES_OF_ROOM = {
     "patches": 260,
     "planning": 2370,
     "process": 280,
-    "replay": 780,
+    "replay": 790,
     "report": 1520,
     "reshard": 6620,
     "rl": 2500,

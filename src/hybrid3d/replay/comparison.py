@@ -11,6 +11,7 @@ import numpy as np
 
 from hybrid3d.config import Recipe
 from hybrid3d.config.schema import flatten_settings, to_raw
+from hybrid3d.generation.engine import ExpertChoices
 from hybrid3d.replay.plan import NotRecorded
 from hybrid3d.replay.step_record import Array, StepRecord, WeightRecord, read_step
 from hybrid3d.run.folder import RunFolder, recorded_folder, recorded_steps
@@ -192,6 +193,11 @@ def _equal(one: Any, other: Any) -> bool:
     return np.array_equal(one, other) if isinstance(one, np.ndarray) else bool(one == other)
 
 
+def _elements(field: Any) -> list[Any]:
+    """Return what a field of a sample has for each token."""
+    return field.array.tolist() if isinstance(field, ExpertChoices) else [*field]
+
+
 def _sample_differences(one: StepRecord, other: StepRecord) -> Iterator[Difference]:
     these, those = ([*record.samples, *record.greedy] for record in (one, other))
     if len(these) != len(those):
@@ -204,6 +210,7 @@ def _sample_differences(one: StepRecord, other: StepRecord) -> Iterator[Differen
             (a, b), number = pairs[differing[0]], differing[0]
             place, values = f"the {name} of sample {number}", (str(a), str(b))
             if not isinstance(a, int):  # a sequence
+                a, b = _elements(a), _elements(b)
                 values = f"{len(a)} of them", f"{len(b)} of them"
                 position = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
                 if position is not None:
