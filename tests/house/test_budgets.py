@@ -22,7 +22,7 @@ assert SPEC.loader is not None
 structure = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(structure)
 
-FILES, LINES = 337, 56620  # of the package
+FILES, LINES = 337, 56630  # of the package
 LINES_OF_ROOM = {
     "__init__": 20,
     "__main__": 10,
@@ -37,7 +37,7 @@ LINES_OF_ROOM = {
     "families": 1210,
     "generation": 3920,
     "inputs": 1090,
-    "launch": 2320,
+    "launch": 2330,
     "launch_environment": 360,
     "ledger": 320,
     "patches": 260,
@@ -51,7 +51,7 @@ LINES_OF_ROOM = {
     "run": 2160,
     "scoring": 4570,
     "storage": 710,
-    "sync": 990,
+    "sync": 1000,
     "train": 4590,
     "trainer": 3170,
     "watch": 930,
@@ -70,7 +70,7 @@ NONE = {
     "families": 21,
     "generation": 98,
     "inputs": 36,
-    "launch": 44,
+    "launch": 45,
     "launch_environment": 4,
     "ledger": 1,
     "patches": 1,

@@ -365,3 +365,26 @@ def test_training_goes_on_where_its_console_takes_nothing(demo: Path, tmp_path: 
         done = subprocess.run(command("train", *settings), cwd=work, env=environment(""), stdout=full)
     assert done.returncode == 0
     assert len(read_rows(work / "runs/full")) == 3
+
+
+# The store is asked without a pause: the thread is nearly always within it
+PARENT_THAT_ENDS = """
+import time
+from datetime import timedelta
+import torch.distributed as dist
+from hybrid3d.launch import rank_host
+
+server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=20), wait_for_workers=False)
+rank_host.BEAT_SECONDS = 0.0
+rank_host.rendezvous.connect = lambda members: dist.TCPStore("127.0.0.1", server.port, None, False)
+run_end = rank_host.RunEnd()
+run_end.begin()
+time.sleep(0.2)
+run_end.stop()
+"""
+
+
+def test_parent_of_a_rank_ends_while_the_store_is_asked() -> None:
+    """A thread that returned from the store while the interpreter shuts down would abort the process: SIGABRT."""
+    done = subprocess.run([sys.executable, "-c", PARENT_THAT_ENDS], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")

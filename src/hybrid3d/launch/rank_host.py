@@ -32,6 +32,7 @@ from hybrid3d.config import Recipe
 from hybrid3d.launch import rendezvous
 from hybrid3d.launch.policies import STOPPED, Decision, Exit, Over, ServingPolicy, decide_training
 from hybrid3d.launch_environment import (
+    ANSWER_SECONDS,
     BEAT_SECONDS,
     CHECKED,
     CLOSE_SECONDS,
@@ -161,12 +162,19 @@ class RunEnd:
 
     def __init__(self) -> None:
         self._thread = threading.Thread(target=self._watch, name="end of the run", daemon=True)
+        self._stopped = threading.Event()
         self.has_come = False
 
     def begin(self) -> None:
         """Begin to wait for it, the first time."""
         if self._thread.ident is None:
             self._thread.start()
+
+    def stop(self) -> None:
+        """Stop the thread, because one that returned from the store during interpreter shutdown would abort it."""
+        self._stopped.set()
+        if self._thread.ident is not None:
+            self._thread.join(ANSWER_SECONDS)
 
     def _watch(self) -> None:
         self.wait()
@@ -176,8 +184,8 @@ class RunEnd:
         """Wait until the run has ended, or the store of it is gone."""
         with suppress(dist.DistError, rendezvous.RendezvousError):
             store = rendezvous.connect("ranks")
-            while not ledger.has_ended(store):
-                time.sleep(BEAT_SECONDS)
+            while not self._stopped.is_set() and not ledger.has_ended(store):
+                self._stopped.wait(BEAT_SECONDS)
 
 
 def run_serving_rank(recipe: Recipe, folder: RunFolder, launched: bool) -> int:
@@ -206,6 +214,7 @@ def run_serving_rank(recipe: Recipe, folder: RunFolder, launched: bool) -> int:
             folder.failure_path(rank()).unlink()
         time.sleep(what.pause)
         why = what.why
+    run_end.stop()
     if what.end is not None and not (what.end.write(folder) and launched) and not what.end.peer:
         print_error(terminal.plain_console(file=sys.stderr), what.end.message(folder))
     return what.code
@@ -284,12 +293,14 @@ def _wait(host: RankHost, starts: TrainingAttempts, start: int) -> int:
     def watch() -> None:
         with suppress(dist.DistError):
             while not ended.is_set() and not starts.has_failed(start):
-                time.sleep(starts.poll_seconds)
+                ended.wait(starts.poll_seconds)
             failed.set()
 
-    threading.Thread(target=watch, name="starts", daemon=True).start()  # the store may be stopped and never answer
+    watching = threading.Thread(target=watch, name="starts", daemon=True)  # the store may be stopped and never answer
+    watching.start()
     code = host.wait(lambda states: failed.is_set(), starts.poll_seconds).code
     ended.set()
+    watching.join(ANSWER_SECONDS)  # as in `RunEnd.stop`
     return code
 
 

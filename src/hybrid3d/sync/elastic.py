@@ -23,6 +23,7 @@ from hybrid3d.distributed import (
     is_lost_peer,
     spanning_group,
 )
+from hybrid3d.launch_environment import ANSWER_SECONDS
 from hybrid3d.sync.session import Sync, SyncReport
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class ElasticSync:
 
     def __init__(self, store: Store, make_sync: MakeSync):
         self._store, self._make_sync = clone_store(store), make_sync
+        self._watching: threading.Thread | None = None  # of the last members, on GPUs
         self._members = NOBODY
         self._groups: list[dist.ProcessGroup] = []
         self._syncs: list[Sync] = []  # one once members have met
@@ -97,7 +99,10 @@ class ElasticSync:
             for name in (f"{members.epoch}/everyone", f"{members.epoch}/weights"):
                 self._groups.append(spanning_group(members.ranks, name, self._store, EXCHANGE_TIMEOUT))
             if torch.cuda.is_available():
-                threading.Thread(target=self._abort_when_lost, args=(members,), name="lost", daemon=True).start()
+                self._watching = threading.Thread(
+                    target=self._abort_when_lost, args=(members,), name="lost", daemon=True
+                )
+                self._watching.start()
             self._syncs.append(self._make_sync(self._groups[0], self._groups[1], members.ranks))
         return self._current
 
@@ -148,6 +153,8 @@ class ElasticSync:
         while self._syncs:
             self._syncs.pop().abandon()
         self._members = NOBODY
+        if self._watching:
+            self._watching.join(ANSWER_SECONDS)  # it would abort the interpreter if it used the store at its end
         groups, self._groups = self._groups, []
         while groups:
             dist.destroy_process_group(groups.pop())
