@@ -65,7 +65,7 @@ MAY_IMPORT = {
         "train",
         "rollout",
     },
-    "sync": {"families", "distributed", "ledger", "reshard", "config", "run", "planning"},
+    "sync": {"families", "launch_environment", "distributed", "ledger", "reshard", "config", "run", "planning"},
     "bench": {
         *(
             "launch_environment",
