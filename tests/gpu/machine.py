@@ -13,9 +13,9 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from hybrid3d import installed_version
 from hybrid3d.doctor.resources import driver_version
 
 # What a check can need, in the words of its message
@@ -56,7 +56,8 @@ class Machine:
 
 def probe() -> Machine:
     """Find out what is here; does not create a CUDA context."""
-    versions = {"python": platform.python_version()} | dict(_installed())
+    installed = {name: installed_version(name) for name in DISTRIBUTIONS}
+    versions = {"python": platform.python_version()} | {name: found for name, found in installed.items() if found}
     gpus: list[dict[str, Any]] = []
     if _exists("torch"):
         import torch
@@ -92,14 +93,6 @@ def _exists(module: str) -> bool:
         if path is None and depth + 1 < len(parts):
             return False
     return True
-
-
-def _installed() -> Iterable[tuple[str, str]]:
-    for name in DISTRIBUTIONS:
-        try:
-            yield name, version(name)
-        except PackageNotFoundError:
-            continue
 
 
 def _gpus(count: int) -> list[dict[str, Any]]:

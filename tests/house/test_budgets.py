@@ -22,7 +22,7 @@ assert SPEC.loader is not None
 structure = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(structure)
 
-FILES, LINES = 337, 56630  # of the package
+FILES, LINES = 337, 56640  # of the package
 LINES_OF_ROOM = {
     "__init__": 20,
     "__main__": 10,

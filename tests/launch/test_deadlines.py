@@ -28,7 +28,7 @@ PACES = {"POLL_SECONDS", "SAMPLE_SECONDS", "ADDRESS_POLL_SECONDS", "ACCEPT_PAUSE
     [
         # `rank.run_process`: who tells of a lost rank asks the others what they wait for, and kills its own processes
         (EXIT_SECONDS, ANSWER_SECONDS + KILL_SECONDS),
-        (END_SECONDS, EXIT_SECONDS + BEAT_SECONDS),  # `launcher._end_ranks` and `WorkerLoop._has_failed`: a rank's exit
+        (END_SECONDS, EXIT_SECONDS + BEAT_SECONDS),  # `local_ranks._end` and `WorkerLoop._has_failed`: a rank's exit
         (CLOSE_SECONDS, EXIT_SECONDS + KILL_SECONDS),  # `TrainingAttempts.await_ends`: parents that wait for a child
         (DECISION_SECONDS, EXIT_SECONDS + KILL_SECONDS + CLOSE_SECONDS),  # `is_there_another`: rank 0's parent
         (DECIDED_SECONDS, DECISION_SECONDS),  # `run_training_rank`: all that it asks the store

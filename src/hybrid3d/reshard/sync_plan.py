@@ -76,12 +76,15 @@ def plan_sync(
 
 def _check_agreement(exchange: Exchange, bucket_bytes: int, ranks_per_node: int) -> None:
     """Check that all ranks cut the same messages; those of other sizes would end processes within gloo."""
-    for name, number in {"bucket_bytes (bucket_mib x 2**20)": bucket_bytes, "ranks_per_node": ranks_per_node}.items():
-        given = exchange.unique(number)
-        if len(given) > 1:
+    given = exchange.unique((bucket_bytes, ranks_per_node))
+    for place, name in enumerate(("bucket_bytes (bucket_mib x 2**20)", "ranks_per_node")):
+        ranks_of: dict[int, list[int]] = {}
+        for ranks, numbers in given:
+            ranks_of.setdefault(numbers[place], []).extend(ranks)
+        if len(ranks_of) > 1:
             found = "; ".join(
                 f"{value} on {'rank' if len(ranks) == 1 else 'ranks'} {listed([*map(str, ranks)])}"
-                for ranks, value in given
+                for value, ranks in ranks_of.items()
             )
             raise PlanError(f"{name} is {found}: give all {len(exchange.ranks)} ranks the same")
 

@@ -108,7 +108,7 @@ class WorkRecord:
             current.seconds[name] = round(current.seconds.get(name, 0.0) + seconds, 3)
 
     def message(self) -> str:
-        """Return what rank 0 needs to compare this rank: a `Work` as JSON."""
+        """Return a `Work` as JSON, which rank 0 compares; made without packages that checks of GPUs lack."""
         return json.dumps(asdict(Work(socket.gethostname(), self._parts, list(self._steps))))
 
 
