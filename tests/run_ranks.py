@@ -12,10 +12,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import warm_python
+from hybrid3d.process import is_resource_tracker
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "HYBRID3D_TEST_RUN"  # in the environment of every process that a test starts, however deep
 SHARED_MEMORY = Path("/dev/shm")
+KILL_SECONDS = 7.0
+TRACKER_SECONDS = 4.0  # within which a resource tracker of multiprocessing exits by itself
 TAIL = 60  # lines of output in a failure's message
 
 
@@ -74,27 +77,38 @@ def marked(mark: str) -> dict[int, dict[str, str]]:
     return found
 
 
-def kill_marked(mark: str) -> None:
-    """Kill all processes of a run, and wait until they have exited."""
-    for _ in range(100):
-        pids = marked(mark)
-        if not pids:
-            return
+def kill_marked(mark: str, tracker_seconds: float = TRACKER_SECONDS) -> None:
+    """Kill all processes of a run, and wait until they have exited.
+
+    Resource trackers of multiprocessing get time to remove the shared memory of those that are killed.
+    """
+    start = time.monotonic()
+    while pids := marked(mark):
+        elapsed = time.monotonic() - start
+        if elapsed > KILL_SECONDS:
+            raise RuntimeError(f"processes that SIGKILL does not end: {sorted(pids)}")
         for pid in pids:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:  # ended by itself, which is as good
-                continue
+            if elapsed >= tracker_seconds or not is_resource_tracker(pid):
+                with suppress(ProcessLookupError):  # ended by itself, which is as good
+                    os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
-    raise RuntimeError(f"processes that SIGKILL does not end: {sorted(pids)}")
 
 
 def left_in_memory(run: str, before: set[Path]) -> list[str]:
-    """Return new shared memory segments, except those of other runs and of live processes on this machine."""
-    new = set(SHARED_MEMORY.iterdir()) - before
-    used = _mapped()
-    new = {path for path in new - used if path.exists()}  # others may end meanwhile
-    return sorted(path.name for path in new if run in path.name or "hybrid3d-" not in path.name)
+    """Return new shared memory segments, except those of other runs and of live processes on this machine.
+
+    A segment without the name of a run may be of another test's process that has just ended: its resource tracker gets
+    time to remove it.
+    """
+    end = time.monotonic() + TRACKER_SECONDS
+    while True:
+        new = set(SHARED_MEMORY.iterdir()) - before
+        used = _mapped()
+        new = {path for path in new - used if path.exists()}  # others may end meanwhile
+        left = sorted(path.name for path in new if run in path.name or "hybrid3d-" not in path.name)
+        if not left or any(run in name for name in left) or time.monotonic() > end:
+            return left
+        time.sleep(0.05)
 
 
 def _mapped() -> set[Path]:

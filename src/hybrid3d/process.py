@@ -93,7 +93,7 @@ def kill_descendants(keep: Container[int] = ()) -> None:
         if elapsed > KILL_SECONDS:  # a device blocks them
             return
         for pid in set.union(remaining, *(descendant_pids(pid) for pid in remaining)):
-            if elapsed > TRACKER_SECONDS or not _is_tracker(pid):
+            if elapsed > TRACKER_SECONDS or not is_resource_tracker(pid):
                 kill(pid)
             else:
                 _reap(pid)
@@ -106,7 +106,8 @@ def resource_tracker_pids() -> set[int]:
     return set() if tracker is None else {tracker}
 
 
-def _is_tracker(pid: int) -> bool:
+def is_resource_tracker(pid: int) -> bool:
+    """Return whether a process is a resource tracker of multiprocessing."""
     try:
         return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:  # it has exited

@@ -22,7 +22,7 @@ from hybrid3d.scoring.environments import EnvironmentRunner
 from hybrid3d.scoring.pool_client import load_in_subprocess
 from hybrid3d.scoring.scorer import FunctionScorer
 from queries import score
-from run_ranks import MARK, ROOT, SHARED_MEMORY, kill_marked, marked
+from run_ranks import MARK, ROOT, SHARED_MEMORY, kill_marked, left_in_memory, marked
 
 pytestmark = pytest.mark.processes
 
@@ -191,7 +191,7 @@ def test_shared_memory_of_a_pool_bears_the_run_s_name(mark: str, monkeypatch: py
     before = set(SHARED_MEMORY.iterdir())
     with closing(FunctionScorer("leaving:shares", workers=2, timeout_seconds=20.0, default=0.0)) as scorer:
         assert score(scorer, [("", "", "")] * 2).rewards == [1.0, 1.0]
-        kill_marked(mark)
+        kill_marked(mark, tracker_seconds=0)
     found = {path.name for path in set(SHARED_MEMORY.iterdir()) - before if run in path.name}
     assert {name.partition(run)[0] for name in found} == {"psm_", "sem.mp-"}
     remove_shared_memory(run)
@@ -261,3 +261,15 @@ def command(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
     except OSError:  # it has ended
         return ""
+
+
+def test_tracker_of_processes_that_a_test_kills_removes_their_shared_memory(mark: str) -> None:
+    """Otherwise other tests find it, which look for what their own processes leave."""
+    before = set(SHARED_MEMORY.iterdir())
+    code = "import multiprocessing, time; lock = multiprocessing.get_context('spawn').Lock(); print(1, flush=True)"
+    holder = subprocess.Popen([sys.executable, "-c", f"{code}; time.sleep(300)"], stdout=subprocess.PIPE)
+    with holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        kill_marked(mark)
+    assert left_in_memory(f"run-{mark}", before) == []
