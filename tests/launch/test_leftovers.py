@@ -263,7 +263,7 @@ def command(pid: int) -> str:
         return ""
 
 
-def test_tracker_of_processes_that_a_test_kills_removes_their_shared_memory(mark: str) -> None:
+def test_tracker_of_killed_processes_removes_their_shared_memory(mark: str) -> None:
     """Otherwise other tests find it, which look for what their own processes leave."""
     before = set(SHARED_MEMORY.iterdir())
     code = "import multiprocessing, time; lock = multiprocessing.get_context('spawn').Lock(); print(1, flush=True)"
