@@ -19,18 +19,18 @@ from hybrid3d import ledger
 from hybrid3d.distributed import host_store
 from hybrid3d.reshard import NoSink, NoSource
 from hybrid3d.weight_transfer import TrainerEngine, TrainerInitInfo, trainer
-from hybrid3d.weight_transfer.group import (
+from hybrid3d.weight_transfer.sources import ParamMeta
+from hybrid3d.weight_transfer.trainer import WorkerReport
+from hybrid3d.weight_transfer.worker import (
     Membership,
     TransferFailed,
+    WorkerEngine,
     WorkerInitInfo,
     _gloo_listens_at,
     find_store,
     meet,
     number_by_node,
 )
-from hybrid3d.weight_transfer.sources import ParamMeta
-from hybrid3d.weight_transfer.trainer import WorkerReport
-from hybrid3d.weight_transfer.worker import WorkerEngine
 from servers import free_port
 from sockets import is_open, listening
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from hybrid3d.reshard.move.executor import ExecutionReport, Executor
     from hybrid3d.reshard.move.transport import GlooTransport, NcclTransport, Transport, make_transport
     from hybrid3d.reshard.move.verify import checksum
-    from hybrid3d.reshard.pieces import local_shards, pieces_of, tensor_sink, tensor_source
     from hybrid3d.reshard.plan.box import Box
     from hybrid3d.reshard.plan.coverage import (
         check_arrivals,
@@ -29,7 +28,14 @@ if TYPE_CHECKING:
     )
     from hybrid3d.reshard.plan.layout import Demand, Fill, Holdings, Piece, View
     from hybrid3d.reshard.plan.planner import PlanError, RankPlan, local_plan, make_plan
-    from hybrid3d.reshard.resharder import CorruptTensors, Resharder
+    from hybrid3d.reshard.resharder import (
+        CorruptTensors,
+        Resharder,
+        local_shards,
+        pieces_of,
+        tensor_sink,
+        tensor_source,
+    )
 
 _MODULES = {
     "ends": ("NoSink", "NoSource", "PlainSink", "PlainSource", "WeightSink", "WeightSource"),
@@ -37,12 +43,11 @@ _MODULES = {
     "move.executor": ("ExecutionReport", "Executor"),
     "move.transport": ("GlooTransport", "NcclTransport", "Transport", "make_transport"),
     "move.verify": ("checksum",),
-    "pieces": ("local_shards", "pieces_of", "tensor_sink", "tensor_source"),
     "plan.box": ("Box",),
     "plan.coverage": ("check_arrivals", "check_coverage", "lower_bound", "network_lower_bound", "route_sync"),
     "plan.layout": ("Demand", "Fill", "Holdings", "Piece", "View"),
     "plan.planner": ("PlanError", "RankPlan", "local_plan", "make_plan"),
-    "resharder": ("CorruptTensors", "Resharder"),
+    "resharder": ("CorruptTensors", "Resharder", "local_shards", "pieces_of", "tensor_sink", "tensor_source"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

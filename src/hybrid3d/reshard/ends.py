@@ -30,17 +30,14 @@ class Exchange(Protocol):
 
     def unique(self, value: Any) -> list[tuple[list[int], Any]]:
         """Return each distinct value once, with the ranks that have it."""
-        ...
 
     def minimum(self, number: int) -> int: ...
 
     def maximum(self, numbers: Sequence[int]) -> list[int]:
         """Return the element-wise maximum; every rank gives as many numbers."""
-        ...
 
     def maximum_of(self, values: torch.Tensor) -> None:
         """Replace the elements of a tensor by their maximum over the ranks."""
-        ...
 
 
 class Source(Protocol):
@@ -48,7 +45,6 @@ class Source(Protocol):
 
     def read(self, piece: Piece) -> torch.Tensor:
         """Return the piece's elements, shaped as its box; a view of live memory where possible."""
-        ...
 
 
 class Sink(Protocol):
@@ -62,15 +58,12 @@ class Sink(Protocol):
 
         What was written may also be read until the layer is closed. The view stays valid until the next `prepare`.
         """
-        ...
 
     def open(self, layer: int | None) -> None:
         """Prepare a layer for writing; None stands for the tensors outside of all layers."""
-        ...
 
     def close(self, layer: int | None) -> None:
         """Finalize a layer that has been written completely."""
-        ...
 
 
 class ChangeSource(Protocol):
@@ -89,19 +82,14 @@ class ChangeSource(Protocol):
 
     def bitmaps(self) -> Changes:
         """Return a bitmap for each local tensor that is tracked, by its name."""
-        ...
 
     def check(self) -> bool:
         """Return False if something else than updates has changed tracked weights, after a look at them."""
-        ...
 
-    def count_changed(self) -> int:
-        """Return how many elements have changed."""
-        ...
+    def count_changed(self) -> int: ...
 
     def clear(self) -> None:
         """Begin anew: the weights as they are now have been synced."""
-        ...
 
 
 class WeightSource(Protocol):
@@ -130,34 +118,27 @@ class WeightSource(Protocol):
 
         Its values are those of the version from when `advance` or `complete` allows it until `end`.
         """
-        ...
 
     def agree(self, holders: Sequence[Group], rounded_scales: Collection[str]) -> None:
         """Learn what all ranks hold, and of which kinds of tensors some engine takes scales that are powers of two."""
-        ...
 
     def begin(self) -> None:
         """Begin a version: allocate what it needs. After a version that failed, `abandon` is called first."""
-        ...
 
     def advance(self, bucket: int) -> bool:
         """Make what the updates up to this optimizer bucket allow; False: nothing is sent before `complete`.
 
         The answer for a bucket is the same on every rank: otherwise buckets of the plan wait for each other.
         """
-        ...
 
     def complete(self, exchange: Exchange) -> None:
         """Make the rest, together with all ranks; everything may be read then."""
-        ...
 
     def end(self) -> None:
         """Undo `begin`, once all has arrived."""
-        ...
 
     def abandon(self) -> None:
         """Undo `begin` of a version that does not arrive, in whatever state it is; twice is harmless."""
-        ...
 
 
 class WeightSink(Sink, Protocol):
@@ -195,19 +176,15 @@ class WeightSink(Sink, Protocol):
         Raises:
             UnsupportedLoader: the engine's loader cannot be replayed on shards.
         """
-        ...
 
     def prepare(self, order: Sequence[int | None]) -> None:
         """Assign memory to the layers, which will be opened in this order."""
-        ...
 
     def begin(self) -> None:
         """Begin a version, or begin it again where it arrived corrupted."""
-        ...
 
     def skip(self, layer: int | None) -> None:
         """Count a layer as closed without `open` and `close`: what was written there is not finalized."""
-        ...
 
     def end(self) -> None:
         """Free extra memory.
@@ -215,19 +192,15 @@ class WeightSink(Sink, Protocol):
         Raises:
             RuntimeError: layers are missing; the engine is not usable until a sync succeeds.
         """
-        ...
 
     def commit(self, version: int) -> None:
         """Let the engine use the weights: drop what it has computed with older ones, and set `version`."""
-        ...
 
     def kept_tensors(self) -> Collection[str]:
         """Return the local names of the tensors that stay, between two syncs, in the memory that a sync writes."""
-        ...
 
     def abandon(self) -> None:
         """Put the live weights back where a sync was interrupted; `version` stays None. Twice is harmless."""
-        ...
 
 
 class NothingTracked:

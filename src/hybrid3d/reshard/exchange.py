@@ -16,18 +16,12 @@ import torch.distributed as dist
 from hybrid3d.reshard.plan.box import Box
 
 _DIGEST_BYTES = 32
-_SCALARS = (str, int, float, type(None))
 
 
 class JsonExchange:
     """The collectives of a process group (`reshard.ends.Exchange`); every member calls each of them together.
 
     Its values are made of strings, numbers, None, boxes, tuples, sets and mappings; a list arrives as a tuple.
-
-    Attributes:
-        group: the process group.
-        rank: this rank, as plans name it.
-        ranks: that of each member.
     """
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int] | None = None):
@@ -53,11 +47,7 @@ class JsonExchange:
         ]
 
     def _broadcast(self, data: bytes, digest: bytes, src: int) -> Any:
-        """Return the value with this digest, which member `src` has.
-
-        Raises:
-            ValueError: what has arrived is not what the member has announced, or no value.
-        """
+        """Return the value with this digest, which member `src` has."""
         nbytes = int.from_bytes(digest[_DIGEST_BYTES:], "little")
         content = bytearray(data) if src == self.group.rank() else bytearray(nbytes)
         buffer = torch.frombuffer(content, dtype=torch.uint8)
@@ -82,12 +72,8 @@ class JsonExchange:
 
 
 def _to_json(value: Any) -> Any:
-    """Return a value in terms of JSON: an object with one key says what its content is.
-
-    Raises:
-        TypeError: the value is of another kind.
-    """
-    if isinstance(value, _SCALARS):
+    """Return a value in terms of JSON: an object with one key says what its content is."""
+    if isinstance(value, str | int | float | None):
         return value
     if isinstance(value, Box):
         return {"box": [value.start, value.size]}
@@ -103,11 +89,7 @@ def _to_json(value: Any) -> Any:
 
 
 def _from_json(value: Any) -> Any:
-    """Return the value that `_to_json` has described.
-
-    Raises:
-        ValueError: it has described none.
-    """
+    """Return the value that `_to_json` has described."""
     match value:
         case {"box": [list(start), list(size)]} if (
             _are_lengths(start) and _are_lengths(size) and len(start) == len(size)

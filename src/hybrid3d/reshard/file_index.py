@@ -105,13 +105,9 @@ def read_index(folder: str | Path, single_file: str = SINGLE_FILE) -> dict[str, 
 
 
 def _check_choice(folder: Path, files: list[str], twice: Mapping[str, set[str]]) -> None:
-    """Check that transformers reads the same tensors of a folder with an index.
+    """Check that transformers reads the same tensors of a folder whose index names `files`.
 
-    It prefers a single file to the index, and of a tensor in two files takes that of the last one.
-
-    Args:
-        files: those that the index names.
-        twice: tensors that are in several of them.
+    It prefers a single file to the index, and of a tensor in two files, as those of `twice`, takes that of the last.
     """
     if files != [SINGLE_FILE] and os.path.isfile(folder / SINGLE_FILE):
         problem = f"{folder} has {INDEX_FILE} of {len(files)} files, and {SINGLE_FILE}"
@@ -128,11 +124,7 @@ def _is_model(folder: Path) -> bool:
 
 
 def _attach_scales(folder: Path, entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """Attach the block scales to the entries of FP8 weights, and remove the entries of the scales themselves.
-
-    Raises:
-        CheckpointError: some or all FP8 weights of a model lack their scales, or there are scales without FP8 weights.
-    """
+    """Attach the block scales to the entries of FP8 weights, and remove the entries of the scales themselves."""
     quantized = {name for name, entry in entries.items() if entry.dtype == FP8}
     scaled = {name.removesuffix(SCALE_SUFFIX) for name in entries if name.endswith(SCALE_SUFFIX)}
     if scaled - quantized:
@@ -163,11 +155,7 @@ def _attach_scales(folder: Path, entries: dict[str, TensorEntry]) -> dict[str, T
 
 
 def _check_method(folder: Path) -> None:
-    """Check that a model is not quantized by another method than FP8 in blocks.
-
-    Raises:
-        CheckpointError: it is; names the method.
-    """
+    """Check that a model is not quantized by another method than FP8 in blocks."""
     method = str(_quantization_of(folder).get("quant_method", "fp8"))
     if method != "fp8":
         raise CheckpointError(f"{folder} is quantized by {_METHODS.get(method, method)}, says config.json: {_READ}")
@@ -184,11 +172,7 @@ def _quantization_of(folder: Path) -> Mapping[str, Any]:
 
 
 def _check_not_quantized(folder: Path) -> None:
-    """Check that config.json does not say that weights are in FP8, of which there are none.
-
-    Raises:
-        CheckpointError: it does; transformers and vLLM would look for scales.
-    """
+    """Check that config.json does not say that weights are in FP8: transformers and vLLM would look for scales."""
     if _quantization_of(folder).get("quant_method") == "fp8":
         problem = f"{folder}: config.json has quantization_config with quant_method fp8, and no tensor is in FP8"
         raise CheckpointError(f"{problem}: remove quantization_config if the weights were dequantized")
@@ -227,7 +211,6 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def _is_inside_folder(file: str) -> bool:
-    """Return whether a path, relative to a folder, stays inside that folder."""
     path = PurePosixPath(file)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and file.isprintable()
 
@@ -248,7 +231,6 @@ def _check_regular(path: Path) -> None:
 
 
 def _read_header(folder: Path, file: str) -> dict[str, TensorEntry]:
-    """Return the entries of all tensors in one file, from its header."""
     try:
         with safe_open(folder / file, framework="pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no iterator)

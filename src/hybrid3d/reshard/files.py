@@ -164,10 +164,9 @@ def load_files(
     rank: int,
     single_file: str = SINGLE_FILE,
 ) -> None:
-    """Load what a rank wants from the files of a checkpoint; only the slices that it needs are read.
+    """Load what a rank wants into its local tensors from the files of a checkpoint, of which only that is read.
 
     Args:
-        tensors: the local tensors that the demand's views refer to, by name.
         single_file: as for `read_index`.
 
     Raises:
@@ -194,8 +193,6 @@ def export_files(
     """Write a rank's share of a checkpoint into files from `create_files`; every rank of `holdings` calls this.
 
     Args:
-        holdings: what every rank holds.
-        source: of what this rank holds.
         excluded: tensors of the checkpoint that are not written here.
 
     Raises:
@@ -212,10 +209,7 @@ def copy_tensors(
     """Copy tensors of one checkpoint into the files of another, one at a time; FP8 with scales is dequantized.
 
     Args:
-        source: the folder of the checkpoint to read.
-        folder: the folder of the checkpoint to write, with files from `create_files`.
-        entries: the entries of all tensors in `folder`.
-        names: the tensors to copy.
+        folder, entries: as given to `create_files`.
     """
     if not names:
         return

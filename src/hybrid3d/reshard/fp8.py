@@ -67,12 +67,8 @@ def dequantize(quantized: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
 
 def quantized_shapes(shapes: Mapping[str, Shape], is_quantized: IsQuantized) -> dict[str, Shape]:
     """Return the canonical tensors of these shapes with the scales of those that are quantized."""
-    scales = {
-        f"{name}{SCALE_SUFFIX}": tuple(-(-n // BLOCK) for n in shape)
-        for name, shape in shapes.items()
-        if is_quantized(name)
-    }
-    return {**shapes, **scales}
+    quantized = filter(is_quantized, shapes)
+    return {**shapes, **{f"{name}{SCALE_SUFFIX}": tuple(-(-n // BLOCK) for n in shapes[name]) for name in quantized}}
 
 
 @dataclass(frozen=True)
@@ -80,8 +76,7 @@ class Region:
     """A rectangle of a canonical tensor that a rank holds, and that it quantizes at once.
 
     Attributes:
-        box: the rectangle.
-        pieces: the pieces of it, before quantization.
+        pieces: the pieces of the box, before quantization.
         local: the local name of its FP8 values; that of the scales of all blocks that it has a part of is longer.
     """
 
@@ -128,13 +123,8 @@ def _merge(name: str, pieces: Sequence[Piece]) -> list[Region]:
     """Return the regions of one tensor: pieces of the same columns are merged where one follows on the other."""
     runs: list[list[Piece]] = []
     for piece in sorted(pieces, key=lambda p: (p.box.start[1:], p.box.size[1:], p.box.start[0])):
-        last = runs[-1][-1].box if runs else None
-        follows = last is not None and (last.stop[0], last.start[1:], last.size[1:]) == (
-            *piece.box.start[:1],
-            piece.box.start[1:],
-            piece.box.size[1:],
-        )
-        if follows:
+        box, last = piece.box, runs[-1][-1].box if runs else None
+        if last and (last.stop[0], last.start[1:], last.size[1:]) == (box.start[0], box.start[1:], box.size[1:]):
             runs[-1].append(piece)
         else:
             runs.append([piece])
@@ -158,8 +148,7 @@ class SplitBlocks:
 
     Attributes:
         first: the number of the tensor's first such block among those of all tensors.
-        rows, columns: the rows and columns of the tensor's grid of blocks that are split.
-        grid: the size of the grid.
+        rows, columns: those of the tensor's grid of blocks that are split.
     """
 
     first: int
@@ -191,32 +180,25 @@ class SplitBlocks:
 
 
 def split_blocks(holders: Iterable[Signature]) -> dict[str, SplitBlocks]:
-    """Return the tensors with blocks that several ranks hold parts of; every rank finds the same.
-
-    Args:
-        holders: what each set of ranks holds, once quantized.
-    """
+    """Return the tensors with blocks that several ranks hold parts of, once quantized; every rank finds the same."""
     edges: dict[str, tuple[set[int], set[int]]] = {}
-    stops: dict[str, Shape] = {}
     for signature in holders:
         for boxes, names in signature.items():
             if boxes[0][1] != FP8:
                 continue
-            found = tuple({edge for box, _ in boxes for edge in (box.start[dim], box.stop[dim])} for dim in (0, 1))
-            stop = tuple(max(edges_of_dim) for edges_of_dim in found)
+            found = [{edge for box, _ in boxes for edge in (box.start[dim], box.stop[dim])} for dim in (0, 1)]
             for name in names:
-                edges.setdefault(name, (set(), set()))
-                for dim in (0, 1):
-                    edges[name][dim].update(found[dim])
-                stops[name] = tuple(map(max, stops.get(name, stop), stop))
+                for of_dim, new in zip(edges.setdefault(name, (set(), set())), found, strict=True):
+                    of_dim.update(new)
     split, first = {}, 0
     for name in sorted(edges):
+        stops = [max(of_dim) for of_dim in edges[name]]
         inside = [
-            tuple(sorted({edge // BLOCK for edge in edges[name][dim] if edge % BLOCK and edge < stops[name][dim]}))
-            for dim in (0, 1)
+            tuple(sorted({edge // BLOCK for edge in of_dim if edge % BLOCK and edge < stop}))
+            for of_dim, stop in zip(edges[name], stops, strict=True)
         ]
         if any(inside):
-            grid = tuple(-(-n // BLOCK) for n in stops[name])
+            grid = tuple(-(-n // BLOCK) for n in stops)
             split[name] = SplitBlocks(first, inside[0], inside[1], grid)
             first += split[name].count
     return split

@@ -5,23 +5,14 @@ Every rank makes it, also one that holds nothing, because the largest values of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
+from hybrid3d.reshard import fp8
 from hybrid3d.reshard.delta.encoding import Changes, num_bytes, pack_bits
 from hybrid3d.reshard.ends import ChangeSource, Exchange, WeightSource
-from hybrid3d.reshard.fp8 import (
-    BLOCK,
-    IsQuantized,
-    Region,
-    SplitBlocks,
-    kind_of,
-    quantize,
-    quantized_holdings,
-    regions_of,
-    split_blocks,
-)
 from hybrid3d.reshard.move.memory import DeviceBuffer, align_up, strided_view
 from hybrid3d.reshard.plan.classes import Group
 from hybrid3d.reshard.plan.layout import Piece
@@ -30,62 +21,46 @@ from hybrid3d.reshard.plan.layout import Piece
 class Quantized:
     """The FP8 values and scales of a source's quantized tensors, beside its other weights.
 
+    With `keep` their memory is kept from version to version, so that it is known which values changed.
+
     Attributes:
-        holdings: what the rank sends.
-        ready_after: as for `WeightSource`; FP8 values can be made after the last optimizer bucket of their weights.
+        ready_after: FP8 values can be made after the last optimizer bucket of their weights.
         changes: of FP8 values and scales by comparison with the last version, where these are kept; of other weights as
             the source below says.
         made: the FP8 values and scales, by local name; there is memory for them from `begin` to `end`.
     """
 
-    def __init__(
-        self,
-        base: WeightSource,
-        is_quantized: IsQuantized,
-        device: torch.device | str,
-        keep: bool,
-    ):
-        """
-        Args:
-            keep: the memory from version to version, so that it is known which values changed.
-        """
-        pieces = base.holdings.pieces
-        self.holdings = quantized_holdings(base.holdings, is_quantized)
+    def __init__(self, base: WeightSource, is_quantized: fp8.IsQuantized, device: torch.device | str, keep: bool):
+        self.holdings = fp8.quantized_holdings(base.holdings, is_quantized)
         self._base, self._keeps = base, keep
-        self._regions = regions_of(pieces, is_quantized)
+        self._regions = fp8.regions_of(base.holdings.pieces, is_quantized)
         sizes = [size for region in self._regions for size in (region.box.numel, 4 * region.grid.numel)]
         self._buffer = DeviceBuffer(sum(map(align_up, sizes)), device)
         self.made: dict[str, torch.Tensor] = {}
+        self.ready_after = {**base.ready_after}
         at = 0
         for region in self._regions:
+            bucket = max(base.ready_after.get(piece.view.tensor, -1) for piece in region.pieces)
             for name, box, dtype in (
                 (region.local, region.box, torch.float8_e4m3fn),
                 (region.local_scales, region.grid, torch.float32),
             ):
                 nbytes = box.numel * dtype.itemsize
                 self.made[name] = self._buffer.flat_view(at, nbytes, dtype).view(box.size)
+                self.ready_after[name] = bucket
                 at += align_up(nbytes)
         self._bits = {
             name: torch.zeros(num_bytes(made.numel()), dtype=torch.uint8, device=device)
             for name, made in self.made.items()
             if keep
         }
-        self.ready_after = self._ready_after()
         self.changes: ChangeSource = QuantizedChanges(self._bits, base.changes)
-        self._split: Mapping[str, SplitBlocks] = {}
+        self._split: Mapping[str, fp8.SplitBlocks] = {}
         self._rounded_scales: Collection[str] = ()
         self._largest: dict[str, torch.Tensor] = {}  # of the blocks of regions with split blocks
-        self._pending: list[Region] = []
+        self._pending: list[fp8.Region] = []
         if not keep:
             self._buffer.release()
-
-    def _ready_after(self) -> Mapping[str, int]:
-        made = {region.local: self._bucket_of(region) for region in self._regions}
-        scales = {region.local_scales: made[region.local] for region in self._regions}
-        return {**self._base.ready_after, **made, **scales}
-
-    def _bucket_of(self, region: Region) -> int:
-        return max(self._base.ready_after.get(piece.view.tensor, -1) for piece in region.pieces)
 
     def read(self, piece: Piece) -> torch.Tensor:
         made = self.made.get(piece.view.tensor)
@@ -97,7 +72,7 @@ class Quantized:
         What one engine needs, all get: any kernel computes with scales that are powers of two.
         """
         self._base.agree(holders, rounded_scales)
-        self._split = split_blocks(signature for _, signature in holders)
+        self._split = fp8.split_blocks(signature for _, signature in holders)
         self._rounded_scales = rounded_scales
 
     def begin(self) -> None:
@@ -116,7 +91,6 @@ class Quantized:
         return True
 
     def complete(self, exchange: Exchange) -> None:
-        """Quantize the weights that have not been yet."""
         self._base.complete(exchange)
         if self._split:
             every = torch.zeros(sum(split.count for split in self._split.values()))
@@ -155,36 +129,33 @@ class Quantized:
                     own.copy_(shared)
 
     @torch.no_grad()
-    def _quantize(self, bucket: int | None = None) -> None:
+    def _quantize(self, bucket: float = math.inf) -> None:
         """Make the values of all regions, or of those whose weights have been updated up to this optimizer bucket."""
-        waiting = []
-        for region in self._pending:
-            if bucket is not None and self.ready_after[region.local] > bucket:
-                waiting.append(region)
-                continue
+        updated = [region for region in self._pending if self.ready_after[region.local] <= bucket]
+        self._pending = [region for region in self._pending if self.ready_after[region.local] > bucket]
+        for region in updated:
             blocks = self._blocks(region)
             largest = self._largest.pop(region.local, None)
             largest = _largest(blocks) if largest is None else largest
-            values, scales = quantize(blocks, largest, kind_of(region.name) in self._rounded_scales)
+            values, scales = fp8.quantize(blocks, largest, fp8.kind_of(region.name) in self._rounded_scales)
             inside = tuple(
-                slice(a % BLOCK, a % BLOCK + n) for a, n in zip(region.box.start, region.box.size, strict=True)
+                slice(a % fp8.BLOCK, a % fp8.BLOCK + n) for a, n in zip(region.box.start, region.box.size, strict=True)
             )
-            self._replace(region.local, values.view(blocks.shape[0] * BLOCK, -1)[inside])
+            self._replace(region.local, values.view(blocks.shape[0] * fp8.BLOCK, -1)[inside])
             self._replace(region.local_scales, scales)
-        self._pending = waiting
 
-    def _blocks(self, region: Region) -> torch.Tensor:
-        """Return the blocks of a region [m, BLOCK, n, BLOCK], with zeros where it has only parts of them."""
+    def _blocks(self, region: fp8.Region) -> torch.Tensor:
+        """Return the blocks of a region [m, fp8.BLOCK, n, fp8.BLOCK], with zeros where it has only parts of them."""
         views = [self._base.read(piece).detach() for piece in region.pieces]
-        rows, columns = (n * BLOCK for n in region.grid.size)
+        rows, columns = (n * fp8.BLOCK for n in region.grid.size)
         whole = views[0]
         if region.box.size != (rows, columns) or len(views) > 1:
             whole = views[0].new_zeros(rows, columns)
-            row, column = (a % BLOCK for a in region.box.start)
+            row, column = (a % fp8.BLOCK for a in region.box.start)
             for view in views:
                 whole[row : row + view.shape[0], column : column + view.shape[1]] = view
                 row += view.shape[0]
-        return whole.view(region.grid.size[0], BLOCK, region.grid.size[1], BLOCK)
+        return whole.view(region.grid.size[0], fp8.BLOCK, region.grid.size[1], fp8.BLOCK)
 
     def _replace(self, name: str, new: torch.Tensor) -> None:
         """Write what a region's values or scales are now, and mark what differs from before."""
@@ -204,11 +175,7 @@ class QuantizedChanges:
     """The changed elements of a rank's FP8 values and scales, and of its other weights, which `own` tracks."""
 
     def __init__(self, made: Mapping[str, torch.Tensor], own: ChangeSource):
-        """
-        Args:
-            made: the bitmaps of FP8 values and scales.
-        """
-        self.made, self._own = made, own
+        self.made, self._own = made, own  # `made` are bitmaps
 
     @property
     def complete(self) -> bool:

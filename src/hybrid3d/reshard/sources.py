@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack
 
 import torch
@@ -20,14 +20,7 @@ class Wrapped:
 
     def __init__(self, base: WeightSource):
         self._base = base
-
-    @property
-    def holdings(self) -> Holdings:
-        return self._base.holdings
-
-    @property
-    def ready_after(self) -> Mapping[str, int]:
-        return self._base.ready_after
+        self.holdings, self.ready_after = base.holdings, base.ready_after
 
     @property
     def changes(self) -> ChangeSource:
@@ -60,15 +53,11 @@ class Only(Wrapped):
 
     def __init__(self, base: WeightSource, wants: Callable[[str], bool]):
         super().__init__(base)
-        self._holdings = Holdings(tuple(piece for piece in base.holdings.pieces if wants(piece.name)))
-
-    @property
-    def holdings(self) -> Holdings:
-        return self._holdings
+        self.holdings = Holdings(tuple(piece for piece in base.holdings.pieces if wants(piece.name)))
 
 
 class Merged(Wrapped):
-    """The sums of a source's weights and their adapters, which its memory holds from `complete` to `end`.
+    """The sums of a source's weights and their adapters, held in its memory from `complete` to `end`, within `merged`.
 
     Nothing is known of their changes: the optimizer updates the adapters, and not the sums.
     """
@@ -76,10 +65,6 @@ class Merged(Wrapped):
     changes = NOTHING_TRACKED
 
     def __init__(self, base: WeightSource, merged: Callable[[], AbstractContextManager[None]]):
-        """
-        Args:
-            merged: returns a context in which this rank's weights hold the sums.
-        """
         super().__init__(base)
         self._merged, self._entered = merged, ExitStack()
 
@@ -102,14 +87,10 @@ class Merged(Wrapped):
 class Compared(Wrapped):
     """A source whose changes are found by comparison with a copy of what was sent last.
 
-    The copy takes as many bytes as the tensors that can change. Frozen tensors need none.
+    The copy takes as many bytes as the tensors of which updates may change a piece. Frozen tensors need none.
     """
 
     def __init__(self, base: WeightSource, may_change: Callable[[Piece], bool]):
-        """
-        Args:
-            may_change: whether updates can change a piece.
-        """
         super().__init__(base)
         self._comparison = Comparison(base, may_change)
 
@@ -122,9 +103,6 @@ class Comparison:
     """The elements of a source's pieces that differ from a copy, which `clear` makes (`reshard.ends.ChangeSource`).
 
     `bitmaps`, `count_changed` and `clear` are called while the source's values are those of a version.
-
-    Attributes:
-        elements: those that may change.
     """
 
     def __init__(self, source: WeightSource, may_change: Callable[[Piece], bool]):
@@ -157,7 +135,6 @@ class Comparison:
         return self._found
 
     def _differing(self, name: str, pieces: Sequence[Piece]) -> torch.Tensor:
-        """Return the bitmap of one local tensor."""
         differ = torch.zeros(self._sizes[name], dtype=torch.bool, device=device())
         for piece in pieces:
             now, before = _bits(self._source.read(piece)), _bits(self._sent[piece])

@@ -15,11 +15,9 @@ from hybrid3d.reshard.plan.planner import PlanError, RankPlan
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """What this rank sends, receives and copies in each sync.
+    """What this rank sends, receives and copies in each sync, and what each set of ranks holds.
 
     Attributes:
-        current: the plan of this rank.
-        holders: what each set of ranks holds.
         ready: by bucket of the plan, the optimizer bucket after which every rank may start it.
         lower_bound: the fewest bytes that this rank must receive, counted without the plan.
         network_bound: the fewest bytes that must reach this rank's node from others, counted without the plan, on the
@@ -36,11 +34,7 @@ class SyncPlan:
 def plan_sync(
     source: WeightSource, sink: WeightSink, exchange: Exchange, bucket_bytes: int, ranks_per_node: int
 ) -> SyncPlan:
-    """Plan a sync, and prepare both ends of this rank for it. Every rank calls it together.
-
-    Args:
-        bucket_bytes: the size of each of two staging buffers.
-        ranks_per_node: how many consecutive ranks share a node.
+    """Plan a sync, and prepare both ends of this rank for it. Every rank calls it together; numbers as `Resharder`'s.
 
     Raises:
         PlanError: the sinks want a tensor that no source holds or one box twice, or ranks differ in these numbers.
@@ -97,6 +91,11 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
 
 
+def corrupted_on_any(names: Sequence[str] | None, exchange: Exchange) -> tuple[str, ...]:
+    """Return the corrupted tensors of all ranks, sorted; the ranks also wait for each other here."""
+    return tuple(sorted({name for _, of_ranks in exchange.unique(names) for name in of_ranks or ()}))
+
+
 def required_optimizer_buckets(
     plan: RankPlan,
     optimizer_buckets: Mapping[str, int],
@@ -114,9 +113,8 @@ def required_optimizer_buckets(
     Every rank of the plan calls this together.
 
     Args:
-        optimizer_buckets: the optimizer bucket that gives each tensor of this rank its new values; -1 or missing for
-            a tensor that is not updated.
-        num_buckets: the number of buckets of the whole plan, including those in which this rank has no transfer.
+        optimizer_buckets: the one that gives each tensor of this rank its new values; -1 or missing if none does.
+        num_buckets: of the whole plan, including those in which this rank has no transfer.
         all_reduce_max: returns the element-wise maximum of the lists that all ranks of the plan pass.
     """
     required = [-1] * num_buckets

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Protocol
@@ -19,8 +19,7 @@ from hybrid3d.reshard.move.transport import make_transport
 from hybrid3d.reshard.plan.layout import Piece
 from hybrid3d.reshard.quantized import Quantized
 from hybrid3d.reshard.sources import Compared, Merged
-from hybrid3d.sync.choice import SyncEstimate
-from hybrid3d.sync.delta import SyncSettings
+from hybrid3d.sync.delta import SyncEstimate, SyncSettings
 from hybrid3d.sync.session import Sync, SyncReport, WeightSync
 
 
@@ -29,27 +28,20 @@ class SyncedModel(Protocol):
 
     def source(self) -> WeightSource:
         """Return the source of the model's own weights that the rollout engine generates with."""
-        ...
 
     def trained_source(self) -> WeightSource:
         """Return the source of the weights that updates change: the adapters of a model that has some."""
-        ...
 
     def merged(self) -> AbstractContextManager[None]:
         """Hold in its own weights the sums with its adapters."""
-        ...
 
 
 class SyncedEngine(Protocol):
     """A rollout engine, as far as a sync writes it."""
 
-    def sink(self) -> WeightSink:
-        """Return the sink of the model's weights."""
-        ...
+    def sink(self) -> WeightSink: ...
 
-    def adapter_sink(self) -> WeightSink:
-        """Return the sink of its adapters."""
-        ...
+    def adapter_sink(self) -> WeightSink: ...
 
 
 class ChainedSync(Sync):
@@ -100,17 +92,14 @@ def policy_sync(
 ) -> Sync:
     """Return the sync of a policy, with its adapters if it has some, between ranks that train, generate or do both.
 
-    Args:
-        policy, engine: of this rank; without one it does not train, or does not generate.
-        overlaps: syncs overlap the last update of a step.
-        transport_group, ranks: as for `weight_sync`.
+    Arguments: as for `weight_sync`.
     """
     sync = partial(weight_sync, recipe, group, overlaps=overlaps, transport_group=transport_group, ranks=ranks)
     source, sink = policy.source() if policy else NoSource(), engine.sink() if engine else NoSink()
     if recipe.merges_adapters:
         source = Merged(source, policy.merged if policy else nullcontext)
         if recipe.compares_changes and sink.keeps_weights:
-            source = Compared(source, _changes_alone(recipe))
+            source = Compared(source, partial(_changes_alone, recipe))
     own = sync(source, sink)
     if not recipe.syncs_adapters:
         return own
@@ -118,14 +107,10 @@ def policy_sync(
     return ChainedSync(once=own, then=adapters)
 
 
-def _changes_alone(recipe: Recipe) -> Callable[[Piece], bool]:
-    """Return a function that says whether updates change a piece that is sent as it is, and not as FP8 values."""
-
-    def changes(piece: Piece) -> bool:
-        is_made = recipe.quantizes and is_quantized(piece.name)
-        return not is_made and recipe.adapts(piece.name, len(piece.box.size))
-
-    return changes
+def _changes_alone(recipe: Recipe, piece: Piece) -> bool:
+    """Return whether updates change a piece that is sent as it is, and not as FP8 values."""
+    is_made = recipe.quantizes and is_quantized(piece.name)
+    return not is_made and recipe.adapts(piece.name, len(piece.box.size))
 
 
 def weight_sync(

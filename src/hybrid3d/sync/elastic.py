@@ -66,31 +66,26 @@ class ElasticSync:
     With NCCL nobody would notice: its groups are aborted once `ledger.tell_lost` has been called.
 
     Attributes:
+        members: of the sync in progress, or of the last one; `NOBODY` if one of them has been lost.
         failure: why the last sync that failed did.
     """
 
     def __init__(self, store: Store, make_sync: MakeSync):
         self._store, self._make_sync = clone_store(store), make_sync
         self._watching: threading.Thread | None = None  # of the last members, on GPUs
-        self._members = NOBODY
+        self.members = NOBODY
         self._groups: list[dist.ProcessGroup] = []
         self._syncs: list[Sync] = []  # one once members have met
         self.failure = ""
 
-    @property
-    def members(self) -> Members:
-        """The members of the sync in progress, or of the last one; `NOBODY` if one of them has been lost."""
-        return self._members
-
     def begin(self, members: Members, version: int, verify: bool) -> None:
         """Begin a sync: see `Sync.begin`. With new members everything is planned again, and all is sent.
 
-        Raises:
-            PlanError, UnsupportedLoader: as `plan_sync`.
+        Raises: as `plan_sync`.
         """
-        if members != self._members:
+        if members != self.members:
             self.leave()
-            self._members = members
+            self.members = members
         self._attempt(lambda: self._joined(members).begin(version, verify))
 
     def _joined(self, members: Members) -> Sync:
@@ -104,7 +99,7 @@ class ElasticSync:
                 )
                 self._watching.start()
             self._syncs.append(self._make_sync(self._groups[0], self._groups[1], members.ranks))
-        return self._current
+        return self._syncs[0]
 
     def _meet(self, members: Members) -> None:
         """Wait until all members are here, as creating a group with one that is lost takes a minute to fail."""
@@ -117,25 +112,17 @@ class ElasticSync:
 
     def bucket_ready(self, bucket: int, last: bool) -> None:
         """See `Sync.bucket_ready`; it does nothing once a member has been lost."""
-        if self._members:
-            self._attempt(lambda: self._current.bucket_ready(bucket, last))
+        if self.members:
+            self._attempt(lambda: self._syncs[0].bucket_ready(bucket, last))
 
     def finish(self) -> SyncReport | None:
-        """Finish the sync, and return its report; None if a member has been lost.
-
-        Raises:
-            CorruptSync: as `Sync.finish`.
-        """
-        return self._attempt(lambda: self._current.finish()) if self._members else None
-
-    @property
-    def _current(self) -> Sync:
-        return self._syncs[0]
+        """Finish the sync, and return its report; None if a member has been lost. Raises: as `Sync.finish`."""
+        return self._attempt(lambda: self._syncs[0].finish()) if self.members else None
 
     def _abort_when_lost(self, members: Members) -> None:
         """Abort the groups of these members, so that what waits in them fails, once one of the members is lost."""
         store, groups = clone_store(self._store), list(self._groups)
-        while self._members == members:
+        while self.members == members:
             if ledger.is_lost(store, members.epoch):
                 for group in groups:
                     group.abort()
@@ -144,15 +131,14 @@ class ElasticSync:
 
     def interrupt(self) -> None:
         """Let the sync in progress fail, as a member is lost. Any thread may call it."""
-        members = self._members
-        if members:
+        if members := self.members:
             ledger.tell_lost(clone_store(self._store), members.epoch)
 
     def leave(self) -> None:
         """Leave the process groups of the last members, so that none of them waits for this rank."""
         while self._syncs:
             self._syncs.pop().abandon()
-        self._members = NOBODY
+        self.members = NOBODY
         if self._watching:
             self._watching.join(ANSWER_SECONDS)  # it would abort the interpreter if it used the store at its end
         groups, self._groups = self._groups, []
@@ -169,8 +155,8 @@ class ElasticSync:
                 raise
             self.failure = str(error)
         logger.warning("a sync failed because a rank was lost: %s", self.failure)
-        if torch.cuda.is_available() and self._members:  # the others do not notice that this rank leaves
-            ledger.tell_lost(self._store, self._members.epoch)
+        if torch.cuda.is_available() and self.members:  # the others do not notice that this rank leaves
+            ledger.tell_lost(self._store, self.members.epoch)
             for group in self._groups:
                 group.abort()
         self.leave()  # not above: the error's traceback refers to the groups, as would the work, if it named them

@@ -15,11 +15,9 @@ from hybrid3d.reshard.ends import Exchange, WeightSink, WeightSource
 from hybrid3d.reshard.move.device import SideStream, device, synchronize
 from hybrid3d.reshard.move.executor import ExecutionReport, Executor
 from hybrid3d.reshard.move.transport import Transport
-from hybrid3d.reshard.resharder import corrupted_on_any
-from hybrid3d.reshard.sync_plan import listed, plan_sync
+from hybrid3d.reshard.sync_plan import corrupted_on_any, listed, plan_sync
 from hybrid3d.run.metrics import StepMetrics
-from hybrid3d.sync.choice import ExpectedSeconds, SyncEstimate
-from hybrid3d.sync.delta import DeltaSync, SyncSettings
+from hybrid3d.sync.delta import DeltaSync, ExpectedSeconds, SyncEstimate, SyncSettings
 
 logger = logging.getLogger(__name__)
 
@@ -36,18 +34,11 @@ class SyncReport:
     """One sync on this rank. Bytes are counted by the transport and by allocations, not read off the plan.
 
     Attributes:
-        seconds: from its beginning to its end.
-        exposed_seconds: those of them in which this rank did nothing else.
-        received_bytes: that this rank received.
-        lower_bound_bytes: the fewest bytes that it must receive.
-        network_bytes: of those received, the bytes that came from other nodes.
-        network_bound_bytes: the fewest bytes that all ranks of its node must receive from other nodes, on the node's
-            first rank; 0 on the others.
-        staging_bytes: of staging buffers.
-        lent_bytes: of the memory in which other ranks of the node read messages.
+        exposed_seconds: those of `seconds` in which this rank did nothing else.
+        lower_bound_bytes, network_bound_bytes: see `SyncPlan`.
+        network_bytes, lent_bytes: see `ExecutionReport`; `phases` are its seconds.
         finalize_bytes: that finalization took at most.
         corrupted: tensors that arrived corrupted on some rank and were sent again.
-        phases: seconds by phase of the execution.
         dense_reason: why all elements were sent; empty if only those were that changed.
         expected: the seconds by which `sync.delta: auto` chose between both; None where it had no choice.
         delta_bound_bytes: entropy of the changes that this rank sent, in bytes.
@@ -125,10 +116,8 @@ class SyncReport:
 class Sync(Protocol):
     """A sync of weights, as trainers and workers use it. All of its ranks call each method together, but `abandon`.
 
-    Either `run`, or `begin`, `bucket_ready` with each optimizer bucket that the rank has, and `finish`.
-
-    Attributes:
-        in_progress: the version of a sync that has begun and not finished.
+    Either `run`, or `begin`, `bucket_ready` with each optimizer bucket that the rank has, and `finish`. The version of
+    a sync that has begun and not finished is `in_progress`.
     """
 
     @property
@@ -141,7 +130,6 @@ class Sync(Protocol):
             version: of these weights: how many updates they have behind them.
             verify: compare checksums of all boxes at both ends; where some differ, send everything again, once.
         """
-        ...
 
     def bucket_ready(self, bucket: int, last: bool) -> None:
         """Send what this rank's optimizer buckets up to this one allow, without waiting for it to arrive.
@@ -149,7 +137,6 @@ class Sync(Protocol):
         Args:
             last: it was the last of this rank; others, which may have more, wait for all that this rank sends.
         """
-        ...
 
     def finish(self) -> SyncReport:
         """Send the rest, wait for all of it, and verify the sync if `begin` requested it.
@@ -157,15 +144,12 @@ class Sync(Protocol):
         Raises:
             CorruptSync: checksums differed twice.
         """
-        ...
 
     def require_dense(self) -> None:
         """Send all elements in the next sync, also if it is known which have changed. Any one rank may call it."""
-        ...
 
     def abandon(self) -> None:
         """Give up the sync in progress, if there is one, so that another can sync this rank's engine."""
-        ...
 
     def run(self, version: int, verify: bool = False) -> SyncReport:
         """Sync the weights as they are now; until it returns the engine refuses to generate.
@@ -178,9 +162,7 @@ class Sync(Protocol):
     def begin_when_ready(self, version: int, verify: bool, prepare: Callable[[], None]) -> Callable[[int, bool], None]:
         """Return a hook for a step's last update, which syncs each optimizer bucket that it is called with.
 
-        Args:
-            version: of the weights after the update.
-            prepare: called before the sync begins, with the first bucket.
+        The version is that after the update. `prepare` is called before the sync begins, with the first bucket.
         """
 
         def hook(bucket: int, last: bool) -> None:
@@ -193,16 +175,9 @@ class Sync(Protocol):
 
 
 class WeightSync(Sync):
-    """Syncs the weights of a group of ranks, each of which has a source, a sink or both.
+    """Syncs the weights of a group of ranks, each of which has a source, a sink or both; attributes: see `SyncPlan`.
 
-    Attributes:
-        plan: what this rank sends, receives and copies.
-        source, sink: what this rank sends, and what it receives.
-        holders: what each set of ranks holds.
-        lower_bound, network_bound: see `SyncPlan`.
-        in_progress: the version of a sync that has begun and not finished.
-
-    Raises (when made): as `plan_sync`.
+    Nothing else uses its transport. The estimate is that of `DeltaSync`. Raises (when made): as `plan_sync`.
     """
 
     in_progress: int | None = None
@@ -216,11 +191,6 @@ class WeightSync(Sync):
         transport: Transport,
         estimate: SyncEstimate | None = None,
     ):
-        """
-        Args:
-            transport: which this sync alone uses.
-            estimate: of the seconds of a sync; by default changed elements are sent alone wherever that is possible.
-        """
         self.source, self.sink, self.transport = source, sink, transport
         self._exchange, self._stream = exchange, SideStream()
         self._plan = plan_sync(source, sink, exchange, settings.bucket_bytes, settings.ranks_per_node)

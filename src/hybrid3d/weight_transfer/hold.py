@@ -36,9 +36,7 @@ class UpdateFailed(RuntimeError):
 class Hold:
     """The engine's state while generation is held.
 
-    Attributes:
-        open: an update has been started and not been finished.
-        failure: why the last update failed; empty if none has.
+    An update is `open` from its start until it is finished; `failure` says why the last one failed, if any has.
     """
 
     def __init__(self, core: Any):
@@ -52,8 +50,7 @@ class Hold:
     def _remember(self, state: PauseState) -> None:
         """Take a change of the scheduler's state, which is to have it once the weights are complete.
 
-        Raises:
-            UpdateFailed: generation is to be resumed with weights of two versions.
+        Raises `UpdateFailed` where generation is to be resumed with weights of two versions.
         """
         if state == PauseState.UNPAUSED:
             reason = self.failure or "an update is in progress, or its trainer has gone"
@@ -173,11 +170,7 @@ def _open(core: Any, method: str) -> Hold:
 
 
 def _checked(call: CollectiveRpc, workers: Callable[[], list[Any]]) -> list[Any]:
-    """Return the workers' answers.
-
-    Raises:
-        UpdateFailed: one has failed.
-    """
+    """Return the workers' answers, if none has failed."""
     answers = workers()
     failures = list(dict.fromkeys(failure for failure in call(take_failure) if failure))
     if failures:
@@ -219,3 +212,20 @@ ENGINE_CALLS = Patch(
     "tests/weight_transfer/test_server.py",
     holding_generation,
 )
+
+
+# What this package touches of vLLM's server that `hybrid3d.engines` cannot read in its code, declared for it.
+# By a class or module, the attributes that are used of objects without a type
+TOUCHED = {
+    "vllm.config.VllmConfig": "parallel_config quant_config weight_transfer_config",
+    "vllm.config.model.ModelConfig": "quantization",
+    "vllm.config.parallel.ParallelConfig": "data_parallel_index data_parallel_size rank world_size",
+    "vllm.config.weight_transfer.WeightTransferConfig": "backend",
+    "vllm.v1.core.sched.scheduler.Scheduler": "pause_state set_pause_state",
+    "vllm.v1.engine.core.EngineCore": "_reset_caches get_weight_version scheduler set_weight_version vllm_config",
+    "vllm.v1.worker.gpu_worker.Worker": "_weight_update_active weight_transfer_engine",
+    "vllm.v1.worker.worker_base.WorkerWrapperBase": "worker",
+}
+
+# The engine's names without which the code works too
+OPTIONAL = ("vllm.distributed.weight_transfer.base.Shard",)

@@ -102,11 +102,7 @@ def _iteration(source: Any, declared: Iterable[Any]) -> tuple[Callable[[], Itera
 
 
 def _box_of(meta: Any, rank: int) -> Box:
-    """Return the box of a parameter that a rank has.
-
-    Raises:
-        ValueError: it is not among the owners.
-    """
+    """Return the box of a parameter that a rank has."""
     shape, owners, placements = tuple(meta.shape), meta.owners, meta.placements
     if not (owners and placements):
         return Box.full(shape)

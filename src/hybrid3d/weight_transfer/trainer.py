@@ -20,16 +20,17 @@ from hybrid3d import ledger
 from hybrid3d.distributed import host_store, is_lost_peer
 from hybrid3d.reshard import NoSink, PlainSource
 from hybrid3d.weight_transfer import BACKEND, register
-from hybrid3d.weight_transfer.group import (
+from hybrid3d.weight_transfer.sources import read_source
+from hybrid3d.weight_transfer.worker import (
+    LOST,
     MEETING_POLL_SECONDS,
     Membership,
     TransferFailed,
+    UpdateInfo,
     WorkerInitInfo,
     find_store,
     meet,
 )
-from hybrid3d.weight_transfer.sources import read_source
-from hybrid3d.weight_transfer.worker import LOST, UpdateInfo
 
 CAUSE_SECONDS = 10.0  # in which vLLM says why a worker has gone
 MIB = 2**20
@@ -74,12 +75,7 @@ class TrainerInitInfo(base.TrainerInitInfo):
 
 @dataclass(frozen=True)
 class WorkerReport:
-    """What one of vLLM's workers received in an update.
-
-    Attributes:
-        received_bytes: as the worker counted them.
-        lower_bound: the fewest bytes that it must receive, counted without the plan.
-    """
+    """What one of vLLM's workers received in an update, and the fewest bytes that it must, counted without the plan."""
 
     received_bytes: int
     lower_bound: int
@@ -88,8 +84,7 @@ class WorkerReport:
 class TrainerEngine(base.TrainerWeightTransferEngine):
     """Sends the weights of one rank of a trainer to vLLM. All ranks make and call it together.
 
-    Attributes:
-        reports: what each worker received in the last update.
+    What each worker received in the last update is in `reports`.
     """
 
     init_info_cls = TrainerInitInfo
@@ -147,7 +142,8 @@ class TrainerEngine(base.TrainerWeightTransferEngine):
 
     def _connect(self) -> None:
         info, device = self._info, self._device
-        self._store = raw = self._find_store()
+        find = host_store if info.is_sender else find_store
+        self._store = raw = find(info.master_address, info.master_port, info.timeout)
         session = ledger.open_session(raw) if info.is_sender else ledger.read_session(raw)
         for_all = WorkerInitInfo(
             master_address=info.master_address,
@@ -171,12 +167,6 @@ class TrainerEngine(base.TrainerWeightTransferEngine):
         source = PlainSource(self._tensors, self._holdings)
         self._membership = Membership(store, info.rank, for_all, source, NoSink(), device)
         self._wait_for_answer(store)
-
-    def _find_store(self) -> TCPStore:
-        info = self._info
-        if info.is_sender:
-            return host_store(info.master_address, info.master_port, info.timeout)
-        return find_store(info.master_address, info.master_port, info.timeout)
 
     def _send(self, weight_version: str | None) -> None:
         info, membership = self._info, self._membership
@@ -280,11 +270,6 @@ class TrainerEngine(base.TrainerWeightTransferEngine):
 
 
 def _device_of(tensors: Mapping[str, torch.Tensor]) -> torch.device:
-    """Return the device of a rank's tensors.
-
-    Raises:
-        ValueError: there are several.
-    """
     devices = {tensor.device for tensor in tensors.values()}
     if len(devices) > 1:
         raise ValueError(f"the weights are on {', '.join(sorted(map(str, devices)))}: they must be on one device")

@@ -75,12 +75,8 @@ def _table(device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Form:
-    """The form in which a run is sent.
-
-    Attributes:
-        kind: which one.
-        nbytes: of values and positions.
-        low_bits: of each position, in Elias-Fano form; 0 in the other forms.
+    """The form in which a run is sent: the bytes of values and positions, and the low bits of each position, of which
+    only the Elias-Fano form has some.
     """
 
     kind: Literal["dense", "bitmap", "elias-fano"]
@@ -98,7 +94,10 @@ def form_of(n: int, k: int, itemsize: int) -> Form:
     candidates = [
         Form("dense", n * itemsize),
         Form("bitmap", k * itemsize + num_bytes(n)),
-        *(Form("elias-fano", k * itemsize + num_bytes(_elias_fano_bits(n, k, low)), low) for low in (about, about + 1)),
+        *(
+            Form("elias-fano", k * itemsize + num_bytes(_high_bits(n, k, low) + k * low), low)
+            for low in (about, about + 1)
+        ),
     ]
     return min(candidates, key=lambda form: form.nbytes)
 
@@ -108,17 +107,12 @@ def _high_bits(n: int, k: int, low: int) -> int:
     return k + ((n - 1) >> low)
 
 
-def _elias_fano_bits(n: int, k: int, low: int) -> int:
-    return _high_bits(n, k, low) + k * low
-
-
 def encode(positions: torch.Tensor, values: torch.Tensor, n: int, out: torch.Tensor) -> None:
-    """Write a run in its smallest form, which must not be dense.
+    """Write a run of `n` elements in its smallest form, which must not be dense.
 
     Args:
         positions: [k] int64, ascending, of the elements that changed.
         values: [k] their new values.
-        n: elements of the run.
         out: [nbytes] uint8, as large as the form says.
     """
     form = form_of(n, len(positions), values.itemsize)
@@ -135,16 +129,12 @@ def encode(positions: torch.Tensor, values: torch.Tensor, n: int, out: torch.Ten
         bits = torch.zeros(high + len(positions) * low, dtype=torch.bool, device=positions.device)
         bits[(positions >> low) + torch.arange(len(positions), device=positions.device)] = True
         if low:
-            bits[high:] = _bits_of(positions, low).flatten()
+            bits[high:] = ((positions[:, None] >> torch.arange(low, device=positions.device)) & 1 != 0).flatten()
     out[at:] = pack_bits(bits)
 
 
 def decode(data: torch.Tensor, n: int, k: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the positions [k] and values [k] of a run that `encode` wrote.
-
-    Args:
-        data: [nbytes] uint8; aligned for `dtype`.
-    """
+    """Return the positions [k] and values [k] of a run that `encode` wrote to `data`, which is aligned for `dtype`."""
     form = form_of(n, k, dtype.itemsize)
     values, packed = data[: k * dtype.itemsize].view(dtype), data[k * dtype.itemsize :]
     if form.kind == "bitmap":
@@ -156,11 +146,6 @@ def decode(data: torch.Tensor, n: int, k: int, dtype: torch.dtype) -> tuple[torc
         weights = torch.tensor([1 << bit for bit in range(low)], device=data.device)
         positions += (bits[high : high + k * low].view(k, low) * weights).sum(1)
     return positions, values
-
-
-def _bits_of(numbers: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the lowest bits of numbers [k] as booleans [k, count]."""
-    return (numbers[:, None] >> torch.arange(count, device=numbers.device)) & 1 != 0
 
 
 def entropy_bytes(n: int, k: int, itemsize: int) -> float:

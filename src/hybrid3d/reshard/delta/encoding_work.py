@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from hybrid3d.reshard.delta.executor import DeltaMessage, delta_plan, local_runs
 from hybrid3d.reshard.delta.runs import order_in_run
@@ -66,12 +67,11 @@ class EncodingWork:
 
 
 def count_encoding(
-    plan: RankPlan, sparse: Container[str], multiplicity: Mapping[str, int] | None = None
+    plan: RankPlan, sparse: Container[str], multiplicity: Mapping[str, int] = MappingProxyType({})
 ) -> EncodingWork:
-    """Count the work of a rank's plan.
+    """Count the work of a rank's plan; of the canonical tensors in `sparse` only changed elements are sent.
 
     Args:
-        sparse: the canonical tensors of which only changed elements are sent.
         multiplicity: the number of tensors that each name stands for; 1 by default.
     """
     work, peers = EncodingWork(), set()
@@ -93,9 +93,8 @@ def count_encoding(
     return work
 
 
-def _times(transfers: Sequence[Transfer], multiplicity: Mapping[str, int] | None) -> int:
-    """Return how many equal runs these transfers stand for."""
-    return 1 if multiplicity is None else max(multiplicity.get(t.name, 1) for t in transfers)
+def _times(transfers: Sequence[Transfer], multiplicity: Mapping[str, int]) -> int:
+    return max(multiplicity.get(t.name, 1) for t in transfers)
 
 
 def _add_access(work: EncodingWork, transfers: Sequence[Transfer], times: int, written: bool) -> int:

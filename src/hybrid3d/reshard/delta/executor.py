@@ -16,7 +16,7 @@ from itertools import accumulate
 
 import torch
 
-from hybrid3d.reshard.delta.encoding import Changes, Form, decode, encode, entropy_bytes, form_of
+from hybrid3d.reshard.delta.encoding import Changes, Form, decode, encode, entropy_bytes, form_of, num_bytes
 from hybrid3d.reshard.delta.runs import Elements, RunChanges, RunOrder, order_in_run, split_positions
 from hybrid3d.reshard.ends import Sink, Source
 from hybrid3d.reshard.move.executor import ExecutionReport, Executor, Step
@@ -46,8 +46,7 @@ class DeltaMessage(Message):
 def delta_plan(plan: RankPlan, sparse: Container[str]) -> RankPlan:
     """Return the plan with a `DeltaMessage` for each pair of ranks, dtype and bucket, beside what is sent in full.
 
-    Args:
-        sparse: the canonical tensors of which only changed elements are sent; the same on every rank.
+    Of the canonical tensors in `sparse`, the same on every rank, only changed elements are sent.
     """
     tags: dict[tuple[int, int], int] = defaultdict(int)
     buckets = []
@@ -125,10 +124,6 @@ class _LocalRun:
     changes: RunChanges | None = None
     count: int = 0
 
-    @property
-    def numel(self) -> int:
-        return sum(piece.box.numel for piece in self.pieces)
-
 
 @dataclass
 class _DeltaStep(Step):
@@ -156,9 +151,7 @@ class DeltaExecutor(Executor):
     """Executes one rank's part of a plan with the elements that changed, any number of times.
 
     Every rank of the plan makes it and calls `run_delta` together. The sink must still have what the last run wrote.
-
-    Args:
-        sparse: as for `delta_plan`; of these tensors every holder knows the changed elements.
+    Of the tensors in `sparse` every holder knows the changed elements.
     """
 
     _step_type = _DeltaStep
@@ -235,8 +228,9 @@ class DeltaExecutor(Executor):
         self._changes = dict(changes)
         sent = [run for step in self._steps for run in step.outgoing if not run.relayed]
         local_runs = [run for step in self._steps for run in step.local_runs]
-        longest = max([run.starts[-1] for run in sent] + [run.numel for run in local_runs], default=0)
-        self._staging[2:] = [DeviceBuffer(-(-longest // 8), self._device)]
+        sizes = [run.starts[-1] for run in sent]
+        sizes += [sum(piece.box.numel for piece in run.pieces) for run in local_runs]
+        self._staging[2:] = [DeviceBuffer(num_bytes(max(sizes, default=0)), self._device)]
         scratch = self._staging[2].flat_view(0, self._staging[2].nbytes, torch.uint8)
         for run in sent:
             run.changes = RunChanges([_source_of(t) for t in run.message.transfers], changes, scratch)
@@ -341,7 +335,6 @@ class DeltaExecutor(Executor):
                 self._keep(t, positions[low:high] - start)
 
     def _keep(self, transfer: Transfer, positions: torch.Tensor) -> None:
-        """Keep the positions of a box's changed elements, if it is handed on."""
         if transfer.handed_on:
             self._arrived[transfer.name, transfer.box] = positions
 

@@ -68,10 +68,7 @@ class RunChanges:
     """Finds the changed elements of a run whose pieces this rank holds.
 
     Where the bits of all pieces are whole bytes, as in real models, they are copied one behind the other and searched
-    at once; else piece by piece.
-
-    Args:
-        bits: scratch memory of one bit an element, which several runs may share.
+    at once; else piece by piece. They are copied to `bits`, of one bit an element, which several runs may share.
     """
 
     def __init__(self, pieces: Sequence[Piece], changes: Changes, bits: torch.Tensor):
@@ -149,32 +146,26 @@ def _positions_in_box(found: torch.Tensor, size: Shape, strides: Shape) -> torch
     return positions if in_order else positions.sort().values
 
 
-def memory_offsets(positions: torch.Tensor, size: Shape, strides: tuple[int, ...]) -> torch.Tensor:
-    """Return where the elements at these positions of a box lie in memory, from the first element of the view."""
+def _in_memory(view: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the memory that a view spans, flat, and where in it the elements at these positions of the view lie."""
+    if view.is_contiguous():
+        return view.view(-1), positions
     offsets, rest = torch.zeros_like(positions), positions
-    for stride, step in zip(strides, contiguous_stride(size), strict=True):
+    for stride, step in zip(view.stride(), contiguous_stride(view.shape), strict=True):
         index = rest.div(step, rounding_mode="floor")
         rest = rest - index * step
         offsets += index * stride
-    return offsets
-
-
-def flat_memory(view: torch.Tensor) -> torch.Tensor:
-    """Return the memory that a strided view spans, as a flat tensor whose first element is that of the view."""
     extent = 1 + sum((n - 1) * s for n, s in zip(view.shape, view.stride(), strict=True))
-    return view.as_strided((extent,), (1,), view.storage_offset())
+    return view.as_strided((extent,), (1,), view.storage_offset()), offsets
 
 
 def gather_elements(view: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Return the elements of a strided view at these positions of its row-major order."""
-    if view.is_contiguous():
-        return view.view(-1)[positions]
-    return flat_memory(view)[memory_offsets(positions, view.shape, view.stride())]
+    memory, at = _in_memory(view, positions)
+    return memory[at]
 
 
 def scatter_elements(view: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> None:
     """Write values at these positions of a strided view's row-major order."""
-    if view.is_contiguous():
-        view.view(-1)[positions] = values
-    else:
-        flat_memory(view)[memory_offsets(positions, view.shape, view.stride())] = values
+    memory, at = _in_memory(view, positions)
+    memory[at] = values

@@ -78,9 +78,8 @@ class Step:
     """The operations of one bucket on this rank: packing, sends, receives, unpacking and local copies.
 
     Attributes:
-        index: of the bucket among those of this rank.
+        index, number: of the bucket among those of this rank, and among those of the plan.
         awaits: the index of the last bucket that must be finished before this one starts; -1 for none.
-        number: of the bucket among those of the plan.
         sends, receives: the memory of each message, the other rank, and the tag.
         lends: the ranks that read messages of the bucket in this rank's memory.
         borrows: the bytes of messages that this rank reads in that of others, by sender.
@@ -149,7 +148,6 @@ class Executor:
         self._finishing: Step | None = None
 
     def _can_share(self, message: Message) -> bool:
-        """Return whether the two ranks of a message share memory."""
         other = message.dst if message.src == self._rank else message.src
         return self._shared is not None and other in self._shared.peers
 
@@ -168,7 +166,6 @@ class Executor:
             copies.merge()
 
     def _bind_message(self, step: Step, m: Message, place: Place | None) -> None:
-        """Add a message, and the copies that pack or unpack it."""
         if m.src == self._rank:
             flat = self._read(m.transfers[0]) if place is None else self._staged(m, place, step.packing)
             if place is not None and place.lent:
@@ -213,27 +210,15 @@ class Executor:
     @property
     def operations(self) -> int:
         """The number of sends, receives, loans and copies of one run."""
-        return sum(
-            len(step.sends)
-            + len(step.receives)
-            + len(step.lends)
-            + len(step.borrows)
-            + len(step.packing)
-            + len(step.unpacking)
-            + len(step.local)
-            for step in self._steps
-        )
+        messages = sum(len(s.sends) + len(s.receives) + len(s.lends) + len(s.borrows) for s in self._steps)
+        return messages + sum(len(s.packing) + len(s.unpacking) + len(s.local) for s in self._steps)
 
     @cached_property
     def _checks(self) -> TransferChecksums:
         return TransferChecksums(self._plan, self._source, self._sink, self._transport, self._device)
 
     def changed_since_landed(self, kept: Container[str]) -> set[str]:
-        """Return the tensors whose memory in the sink is not what the last verified run wrote there.
-
-        Args:
-            kept: the local tensors of the sink that are still allocated; others are not looked at.
-        """
+        """See `TransferChecksums.changed_since_landed`."""
         return self._checks.changed_since_landed(kept)
 
     def run(self, verify: bool = False) -> ExecutionReport:

@@ -1,4 +1,4 @@
-"""Memory in which ranks of one machine read messages, instead of receiving them through a socket.
+"""Memory in which ranks of one machine read messages, instead of receiving them through a socket; and what lends it.
 
 A message of a rank lies in one of its two staging buffers, or in the memory that it lends to other ranks.
 """
@@ -26,18 +26,11 @@ from hybrid3d.reshard.move.memory import DeviceBuffer
 from hybrid3d.reshard.plan.layout import ITEMSIZE
 from hybrid3d.reshard.plan.planner import Message, RankPlan
 
-CanShare = Callable[[Message], bool]
-"""Returns whether the two ranks of a message share memory."""
-
 
 @dataclass(frozen=True)
 class Place:
-    """Where a message lies in the memory of a rank.
-
-    Attributes:
-        buffer: the index of the buffer, 0 or 1.
-        offset: in bytes.
-        lent: it is a buffer of lent memory, in which the receiver reads the message; otherwise it is a staging buffer.
+    """Where a message lies in the memory of a rank: in one of two staging buffers or, if it is lent, in one of two
+    buffers of lent memory, in which the receiver reads it. The offset is in bytes.
     """
 
     buffer: int
@@ -50,11 +43,11 @@ PlacedMessage = tuple[Message, Place | None]
 """A message, and its place; without one, the tensor's own memory is sent or filled directly, or it is borrowed."""
 
 
-def place_messages(plan: RankPlan, can_share: CanShare) -> list[list[PlacedMessage]]:
+def place_messages(plan: RankPlan, can_share: Callable[[Message], bool]) -> list[list[PlacedMessage]]:
     """Return the messages of each bucket of a rank with their places.
 
-    All messages that can be are lent, also those that could be sent directly. Their receivers copy them from there into
-    their tensors.
+    All messages whose two ranks share memory are lent, also those that could be sent directly. Their receivers copy
+    them from there into their tensors.
     """
     placed = []
     for i, bucket in enumerate(plan.buckets):
@@ -72,11 +65,10 @@ def place_messages(plan: RankPlan, can_share: CanShare) -> list[list[PlacedMessa
 
 def lent_bytes(placed: list[list[PlacedMessage]]) -> tuple[int, int]:
     """Return the size of each buffer of lent memory."""
-    places = [place for of_bucket in placed for _, place in of_bucket if place is not None and place.lent]
-    first, second = (
-        max((place.offset + place.nbytes for place in places if place.buffer == buffer), default=0) for buffer in (0, 1)
-    )
-    return first, second
+    nbytes = [0, 0]
+    for place in (place for of_bucket in placed for _, place in of_bucket if place and place.lent):
+        nbytes[place.buffer] = max(nbytes[place.buffer], place.offset + place.nbytes)
+    return nbytes[0], nbytes[1]
 
 
 NAME = "hybrid3d-messages"
@@ -168,7 +160,6 @@ class SharedMemory:
         return frozenset(rank for rank in readable if self._rank in by_rank[rank])
 
     def _connect(self, files: contextlib.ExitStack) -> None:
-        """Open a pipe from each peer, and one to it."""
         with contextlib.ExitStack() as offered:
             writes = {}
             for rank in self.peers:
@@ -183,7 +174,6 @@ class SharedMemory:
             self._gather(None)  # all have opened their ends; a pipe ends when its writer does, without the one here
 
     def _gather(self, value: object) -> list[Any]:
-        """Return the values of all members."""
         by_member = {m: found for members, found in JsonExchange(self._group).unique(value) for m in members}
         return [by_member[member] for member in range(self._group.size())]
 
@@ -192,14 +182,8 @@ class SharedMemory:
     ) -> Mapping[tuple[int, int], torch.Tensor]:
         """Tell the peers where this rank's messages to them will lie, and return where theirs will.
 
-        Every rank of the group calls this together.
-
-        Args:
-            buffers: that this rank lends.
-            places: (receiver, tag, place) of each message that it lends.
-
-        Returns:
-            The memory [nbytes] of each message to this rank that lies in another's, by sender and tag.
+        Every rank of the group calls this together, with the buffers that it lends, and (receiver, tag, place) of each
+        message in them. It gets the memory [nbytes] of each message to it that lies in another's, by sender and tag.
 
         Raises:
             torch.distributed.DistNetworkError: a peer has gone.
@@ -224,7 +208,6 @@ class SharedMemory:
         self._notes = {note for note in self._notes if note[1] >= self._run}  # another rank may be in this one already
 
     def lend(self, receiver: int, bucket: int) -> None:
-        """Let a rank read the messages of a bucket."""
         self._tell(receiver, LENT, bucket)
 
     def give_back(self, sender: int, bucket: int) -> None:
@@ -240,11 +223,7 @@ class SharedMemory:
         self._wait("messages that are lent by", sender, LENT, bucket)
 
     def wait_for_return(self, receiver: int, bucket: int) -> None:
-        """Wait until the messages of a bucket may be overwritten.
-
-        Raises:
-            torch.distributed.DistNetworkError: as `wait_for_loan`.
-        """
+        """Wait until the messages of a bucket may be overwritten. Raises: as `wait_for_loan`."""
         self._wait("the return of messages by", receiver, RETURNED, bucket)
 
     def awaited(self) -> tuple[str, Sequence[int]] | None:
@@ -291,3 +270,34 @@ def _expecting(rank: int) -> Iterator[None]:
         yield
     except OSError:
         raise dist.DistNetworkError(f"rank {rank} has ended") from None
+
+
+class CountingTransport:
+    """Counts received bytes, and lends messages to other ranks of the node if it is asked to.
+
+    Arguments: as for `make_transport`. With `shares_memory` every rank of the group makes it together.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        ranks_per_node: int,
+        ranks: Sequence[int] | None = None,
+        timeout: timedelta | None = None,
+        shares_memory: bool = False,
+    ):
+        self.received_bytes = self.network_bytes = 0
+        self._group, self._timeout = group, timeout
+        self._submitted: list[Any] = []  # what the next `run` starts
+        ranks = ranks or range(group.size())
+        self._members = {rank: member for member, rank in enumerate(ranks)}
+        self._ranks_per_node, self._node = ranks_per_node, ranks[group.rank()] // ranks_per_node
+        self.shared_memory: SharedMemory | None = None
+        if shares_memory:
+            near = [rank for rank in self._members if rank // ranks_per_node == self._node]
+            self.shared_memory = SharedMemory(group, [*self._members], near, self._count, timeout)
+
+    def _count(self, nbytes: int, src: int) -> None:
+        self.received_bytes += nbytes
+        if src // self._ranks_per_node != self._node:
+            self.network_bytes += nbytes

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybrid3d.reshard.move.counting import CountingTransport
+from hybrid3d.reshard.move.lent_memory import CountingTransport
 from hybrid3d.reshard.move.nixl_agent import (
     GPU,
     NAME,
@@ -44,8 +44,6 @@ _LANDED = struct.Struct("<BQI")  # LANDED, the number of the first message, and 
 
 @dataclass(frozen=True)
 class _Message:
-    """A message of this rank that has been submitted."""
-
     number: int
     tag: int
     tensor: torch.Tensor
@@ -90,14 +88,15 @@ class NixlTransport(CountingTransport):
     A message moves while its sender is in `run` or waits for any message; over TCP its receiver must be, too. Storages
     stay registered as long as they exist, and on GPUs while messages are under way.
 
-    Args:
-        group, ranks_per_node, ranks, timeout, shares_memory: as for `make_transport`.
+    Arguments: as for `make_transport`.
 
     Raises:
         NoNixl: it cannot be imported.
     """
 
     blocks_host = True
+    _submitted: list[tuple[str, _Peer, _Message]]
+    _timeout: timedelta
 
     def __init__(
         self,
@@ -111,7 +110,6 @@ class NixlTransport(CountingTransport):
         self._agent, self._lost = make_agent(group)
         self._memory = RegisteredMemory(self._agent)
         self._timeout = timeout or group._get_backend(torch.device("cpu")).options._timeout
-        self._submitted: list[tuple[str, _Peer, _Message]] = []
         self._running: set[_Pending] = set()
         told = gather_bytes(self._agent.name.encode() + self._agent.get_agent_metadata(), group)
         self._peers = {
@@ -155,11 +153,7 @@ class NixlTransport(CountingTransport):
             self._forget(self._memory.release(GPU))
 
     def wait_for(self, direction: str, peer: _Peer, number: int) -> None:
-        """Wait until a message has arrived.
-
-        Raises:
-            torch.distributed.DistNetworkError: the other rank has gone, or does not answer.
-        """
+        """Wait until a message has arrived. Raises: as `SharedMemory.wait_for_loan`."""
         start = time.monotonic()
         deadline, ping, pause = start + self._timeout.total_seconds(), start + PING_SECONDS, PAUSES[0]
         while (direction, number) not in peer.arrived:

@@ -56,10 +56,7 @@ def load_nixl() -> Any:
 def make_agent(group: dist.ProcessGroup) -> tuple[Any, tuple[type[Exception], ...]]:
     """Return a new agent with a name of its own, and the errors by which it says that another one is lost.
 
-    Every rank of the group calls this together.
-
-    Raises:
-        NoNixl: as `load_nixl`.
+    Every rank of the group calls this together. Raises: as `load_nixl`.
     """
     nixl = load_nixl()
     # Its thread would look for messages all the time, also between syncs, and take a whole core for it
@@ -106,12 +103,7 @@ def gather_bytes(data: bytes, group: dist.ProcessGroup) -> list[bytes]:
 
 @dataclass(frozen=True)
 class _Region:
-    """A registered storage.
-
-    Attributes:
-        storage: which may have been freed in the meantime.
-        registration: what NIXL deregisters it by.
-    """
+    """A registered storage, which may have been freed in the meantime, and what NIXL deregisters it by."""
 
     place: Place
     kind: str

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 
-from hybrid3d.reshard.move.counting import CountingTransport
-from hybrid3d.reshard.move.lent_memory import SharedMemory
-
-Kind = Literal["collective", "nixl"]
+from hybrid3d.reshard.move.lent_memory import CountingTransport, SharedMemory
 
 
 class Pending(Protocol):
@@ -52,7 +49,7 @@ class _Works:
     def __init__(
         self,
         works: Sequence[dist.Work | None],
-        messages: Sequence[tuple[str, int]] = (),
+        messages: Sequence[Sequence[Any]] = (),  # of each of these, its direction and the other rank
         timeout: timedelta | None = None,
     ):
         self._works, self._messages, self._timeout = works, messages, timeout
@@ -76,40 +73,22 @@ class _Works:
 
 
 class GlooTransport(CountingTransport):
-    """Point-to-point over gloo for CPU tensors.
-
-    Args:
-        group, ranks_per_node, ranks, timeout, shares_memory: as for `make_transport`.
-    """
+    """Point-to-point over gloo for CPU tensors; arguments: as for `make_transport`."""
 
     blocks_host = True
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        ranks_per_node: int,
-        ranks: Sequence[int] | None = None,
-        timeout: timedelta | None = None,
-        shares_memory: bool = False,
-    ):
-        super().__init__(group, ranks_per_node, ranks, timeout, shares_memory)
-        self._timeout = timeout
-        self._works: list[dist.Work | None] = []
-        self._messages: list[tuple[str, int]] = []  # of each of these, where it goes or comes from
-
     def submit_send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
-        self._works.append(dist.isend(tensor, group=self._group, group_dst=self._members[dst], tag=tag))
-        self._messages.append(("to", dst))
+        work = dist.isend(tensor, group=self._group, group_dst=self._members[dst], tag=tag)
+        self._submitted.append((work, "to", dst))
 
     def submit_recv(self, tensor: torch.Tensor, src: int, tag: int) -> None:
         self._count(tensor.nbytes, src)
-        self._works.append(dist.irecv(tensor, group=self._group, group_src=self._members[src], tag=tag))
-        self._messages.append(("from", src))
+        work = dist.irecv(tensor, group=self._group, group_src=self._members[src], tag=tag)
+        self._submitted.append((work, "from", src))
 
     def run(self) -> Pending:
-        started = _Works(self._works, self._messages, self._timeout)
-        self._works, self._messages = [], []
-        return started
+        submitted, self._submitted = self._submitted, []
+        return _Works([work for work, *_ in submitted], [message for _, *message in submitted], self._timeout)
 
 
 class NcclTransport(CountingTransport):
@@ -117,21 +96,16 @@ class NcclTransport(CountingTransport):
 
     blocks_host = False
 
-    def __init__(self, group: dist.ProcessGroup, ranks_per_node: int, ranks: Sequence[int] | None = None):
-        super().__init__(group, ranks_per_node, ranks)
-        self._ops: list[dist.P2POp] = []
-
     def submit_send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
-        self._ops.append(dist.P2POp(dist.isend, tensor, group=self._group, group_peer=self._members[dst]))
+        self._submitted.append(dist.P2POp(dist.isend, tensor, group=self._group, group_peer=self._members[dst]))
 
     def submit_recv(self, tensor: torch.Tensor, src: int, tag: int) -> None:
         self._count(tensor.nbytes, src)
-        self._ops.append(dist.P2POp(dist.irecv, tensor, group=self._group, group_peer=self._members[src]))
+        self._submitted.append(dist.P2POp(dist.irecv, tensor, group=self._group, group_peer=self._members[src]))
 
     def run(self) -> Pending:
-        works = dist.batch_isend_irecv(self._ops) if self._ops else []
-        self._ops = []
-        return _Works(works)
+        submitted, self._submitted = self._submitted, []
+        return _Works(dist.batch_isend_irecv(submitted) if submitted else [])
 
 
 def make_transport(
@@ -141,7 +115,7 @@ def make_transport(
     ranks: Sequence[int] | None = None,
     timeout: timedelta | None = None,
     shares_memory: bool = False,
-    kind: Kind = "collective",
+    kind: Literal["collective", "nixl"] = "collective",
 ) -> Transport:
     """Return the transport for tensors on `device`; every rank of `group` calls it.
 

@@ -94,8 +94,7 @@ class TransferChecksums:
     def changed_since_landed(self, kept: Container[str]) -> set[str]:
         """Return the tensors with a box that differs from what `record_layer` saw, such as by its finalization.
 
-        Args:
-            kept: the local tensors of the sink that are still allocated; others are not looked at.
+        Only local tensors of the sink that are still allocated, those in `kept`, are looked at.
         """
         boxes = [
             (t, box)

@@ -76,13 +76,7 @@ class Box:
             return [self]
         dim = next(d for d, n in enumerate(self.size) if n >= count)
         edges = [self.size[dim] * i // count for i in range(count + 1)]
-        return [
-            Box(
-                (*self.start[:dim], self.start[dim] + low, *self.start[dim + 1 :]),
-                (*self.size[:dim], high - low, *self.size[dim + 1 :]),
-            )
-            for low, high in pairwise(edges)
-        ]
+        return [self._between(dim, low, high) for low, high in pairwise(edges)]
 
     def split(self, limit: int) -> list[Box]:
         """Split the box along its outermost dims into contiguous boxes of at most `limit` elements."""
@@ -91,12 +85,13 @@ class Box:
         dim = next(d for d, n in enumerate(self.size) if n > 1)
         row = self.numel // self.size[dim]
         step = max(1, limit // row)
-        parts = []
-        for low in range(0, self.size[dim], step):
-            start = (*self.start[:dim], self.start[dim] + low, *self.start[dim + 1 :])
-            size = (*self.size[:dim], min(step, self.size[dim] - low), *self.size[dim + 1 :])
-            parts += Box(start, size).split(limit)
-        return parts
+        edges = [*range(0, self.size[dim], step), self.size[dim]]
+        return [part for low, high in pairwise(edges) for part in self._between(dim, low, high).split(limit)]
+
+    def _between(self, dim: int, low: int, high: int) -> Box:
+        """Return the part between two indices along a dim, which count from where the box starts."""
+        start = (*self.start[:dim], self.start[dim] + low, *self.start[dim + 1 :])
+        return Box(start, (*self.size[:dim], high - low, *self.size[dim + 1 :]))
 
 
 @functools.lru_cache(1 << 16)

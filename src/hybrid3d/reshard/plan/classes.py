@@ -36,8 +36,7 @@ class TensorClass:
     Attributes:
         names: the tensors in natural order, so that every rank numbers them equally.
         count: the number of tensors, including the tensors that a listed name represents.
-        held: the boxes that each group of holders has, by the group's index.
-        wanted: the boxes that each group of readers wants, with their dtypes, by the group's index.
+        held, wanted: the boxes that each group of ranks has, and wants, by the group's index.
     """
 
     names: tuple[str, ...]
@@ -63,8 +62,6 @@ def classify_tensors(
     """Return the classes of all wanted tensors, in the natural order of their first names.
 
     Args:
-        holders: what each group of ranks holds.
-        readers: what each group of ranks wants.
         multiplicity: the number of tensors that each name represents; 1 by default.
     """
     box_ids: dict[Boxes, int] = {}
@@ -142,8 +139,7 @@ def replicate_layer(
 ) -> Iterator[Piece]:
     """Yield the pieces of layer `old` renamed to layer `new`.
 
-    Args:
-        local: the substring of local names to replace, and its replacement; by default the layer numbers as above.
+    In local names `local[0]` is replaced by `local[1]`; by default the layer numbers as in canonical names.
     """
     canonical = f"layers.{old}.", f"layers.{new}."
     local = local or canonical

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 from hybrid3d.reshard.plan.box import Box, union_numel
 from hybrid3d.reshard.plan.classes import Group, Signature, rank_groups
@@ -12,6 +13,8 @@ from hybrid3d.reshard.plan.layout import FILES, ITEMSIZE, Demand, Holdings, Piec
 from hybrid3d.reshard.plan.planner import Plan, PlanError, RankPlan, Routes, Transfer
 from hybrid3d.reshard.plan.relays import Relay
 from hybrid3d.reshard.plan.routes import Part, Route, RoutedClass, Source
+
+_sort_key = attrgetter("start", "size")
 
 
 def check_coverage(plan: Plan, holdings: Mapping[int, Holdings], demand: Mapping[int, Demand]) -> None:
@@ -40,7 +43,7 @@ def check_coverage(plan: Plan, holdings: Mapping[int, Holdings], demand: Mapping
 
 
 def _sent_as(t: Transfer) -> tuple[int | bool | str | Box, ...]:
-    """Return everything about a transfer on which both ends must agree."""
+    """Return all on which both ends of a transfer must agree."""
     return t.src, t.dst, t.name, t.box, t.dtype, t.relayed, t.handed_on
 
 
@@ -75,11 +78,7 @@ def check_arrivals(rank_plan: RankPlan, demand: Demand) -> None:
 
 
 def _check_relays(rank_plan: RankPlan, wanted: Mapping[str, list[Piece]]) -> None:
-    """Check that what a rank hands on has landed before, in the memory from which it is handed on, in the same layer.
-
-    Raises:
-        PlanError: with the first violation found.
-    """
+    """Check that what a rank hands on has landed before, in the memory from which it is read, in the same layer."""
     landed: dict[tuple[str, Box, str], int | None] = {}
     for bucket in rank_plan.buckets:
         for t in bucket.transfers:
@@ -110,7 +109,7 @@ def check_same_tensors(holders: Iterable[Group], readers: Iterable[Group]) -> No
     """Check that both engines have the same tensors; otherwise they would compute different models.
 
     Raises:
-        PlanError: naming the tensors (20 of them) and how many there are.
+        PlanError: they have not.
     """
     held, wanted = (
         {name for _, side in groups for names in side.values() for name in names} for groups in (holders, readers)
@@ -173,11 +172,7 @@ def check_routes(routed: Iterable[RoutedClass], holders: Iterable[Group], reader
 
 
 def _check_shares(name: str, routed_class: RoutedClass) -> None:
-    """Check that ranks hand on, within their node, exactly what they receive from a rank that holds it.
-
-    Raises:
-        PlanError: with the first violation found.
-    """
+    """Check that ranks hand on, within their node, exactly what they receive from a rank that holds it."""
     relays = [
         (route, part, part.source)
         for route in routed_class.routes
@@ -205,10 +200,6 @@ def _receives(route: Route, relayed: Part) -> bool:
         isinstance(part.source, Source) and replace(part, source=None, held=relayed.held) == received
         for part in route.parts.get(relayed.held, ())
     )
-
-
-def _sort_key(box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return box.start, box.size
 
 
 def _boxes_of_ranks(groups: Iterable[Group], names: Container[str]) -> dict[int, dict[str, tuple[Box, ...]]]:
@@ -281,7 +272,7 @@ def network_lower_bound(
     They are the union of what the node's ranks want minus the union of what they hold, by wanted dtype.
 
     Args:
-        multiplicity: the number of tensors that each name represents; 1 by default.
+        multiplicity: as for `lower_bound`.
         nodes: count for these nodes only; by default for all whose ranks want a tensor.
     """
     held, wanted = _signatures_by_node(holders, ranks_per_node), _signatures_by_node(readers, ranks_per_node)
@@ -312,12 +303,12 @@ def _missing_on_node(
     wanting: Iterable[Signature], holding: Iterable[Signature], multiplicity: Mapping[str, int] | None
 ) -> int:
     """Return the bytes of the union of what these ranks want minus the union of what these hold."""
-    wanted: dict[str, dict[str, set[Box]]] = defaultdict(lambda: defaultdict(set))
+    wanted: dict[tuple[str, str], set[Box]] = defaultdict(set)
     for signature in wanting:
         for boxes, names in signature.items():
             for name in names:
                 for box, dtype in boxes:
-                    wanted[name][dtype].add(box)
+                    wanted[name, dtype].add(box)
     held: dict[str, set[Box]] = defaultdict(set)
     for signature in holding:
         for boxes, names in signature.items():
@@ -327,8 +318,7 @@ def _missing_on_node(
         union_numel(_sorted(boxes), _sorted(held.get(name, ())))
         * ITEMSIZE[dtype]
         * (multiplicity[name] if multiplicity else 1)
-        for name, by_dtype in wanted.items()
-        for dtype, boxes in by_dtype.items()
+        for (name, dtype), boxes in wanted.items()
     )
 
 

@@ -13,7 +13,8 @@ has it still, when its turn comes.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from itertools import zip_longest
 
 from hybrid3d.reshard.plan.classes import layer_of, natural_sort_key
 
@@ -29,14 +30,11 @@ class Order:
     In one *round* each reader receives all that it wants of one layer. Tensors outside of all layers come last.
 
     Args:
-        names: all wanted tensors.
-        readers: all ranks that want a tensor.
         stages: a number for each layer, equal for layers that the same ranks hold.
-        ranks_per_node: with relays, the number of consecutive ranks that share a node.
+        ranks_per_node: given only with relays.
 
     Attributes:
-        round: the number of keys in one round.
-        phase: the number of keys in one phase of a round; without relays a round is one phase.
+        round, phase: the number of keys in one round, and in one phase of it; without relays a round is one phase.
         end: one more than the largest key.
     """
 
@@ -95,10 +93,10 @@ def _layer_orders(layers: Iterable[Layer], stages: Mapping[Layer, int]) -> list[
         layers_of_stage[stages[layer]].append(layer)
     in_order = [layers_of_stage[stage] for stage in sorted(layers_of_stage)]
     last: list[Layer] = [None] if None in layers else []
-    return [[*_interleave(in_order[first:] + in_order[:first]), *last] for first in range(max(1, len(in_order)))]
-
-
-def _interleave(stages: Sequence[Sequence[int]]) -> list[Layer]:
-    """Return the first layers of all stages, then the second ones, and so on."""
-    longest = max(map(len, stages), default=0)
-    return [layers[turn] for turn in range(longest) for layers in stages if turn < len(layers)]
+    orders = []
+    for first in range(max(1, len(in_order))):
+        turns = zip_longest(
+            *in_order[first:], *in_order[:first]
+        )  # the first layers of all stages, then the second ones
+        orders.append([*(layer for turn in turns for layer in turn if layer is not None), *last])
+    return orders

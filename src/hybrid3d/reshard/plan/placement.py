@@ -38,8 +38,7 @@ class MissingBytes:
     Attributes:
         by_group: bytes that a rank of each group lacks, [groups, slots]; the ranks of a group hold the same pieces.
         by_node: bytes that all ranks of a node together lack, [node kinds, slots]; nodes of a kind hold the same.
-        group: the group of each rank.
-        node: the kind of each rank's node.
+        group, node: the group of each rank, and the kind of its node.
     """
 
     by_group: Costs
@@ -64,14 +63,11 @@ class MissingBytes:
 def count_missing_bytes(
     classes: Sequence[TensorClass], holders: Sequence[Sequence[int]], slots: int, ranks: int, ranks_per_node: int
 ) -> MissingBytes:
-    """Count the bytes that each group of ranks, and each kind of node, lacks of what each slot wants.
+    """Count the bytes that each group of ranks, and each kind of node, lacks of what each slot of one engine wants.
 
     Args:
         classes: all tensors, by class; the readers of a class are slots of one engine.
         holders: the ranks of each group of ranks that hold the same pieces.
-        slots: number of slots of one engine.
-        ranks: number of all ranks.
-        ranks_per_node: number of ranks of a node.
     """
     group = np.empty(ranks, np.int64)
     for number, members in enumerate(holders):
@@ -120,11 +116,7 @@ def consecutive_slots(ranks: int) -> np.ndarray:
 def assign_slots(missing: MissingBytes, slots: int, tp: int, ranks_per_node: int) -> np.ndarray:
     """Return the slot of each rank, numbered over all engines: engine e has the slots from e * `slots` on.
 
-    Args:
-        missing: the bytes that are to be reduced.
-        slots: number of slots of one engine.
-        tp: number of consecutive slots that form a TP group.
-        ranks_per_node: number of ranks of a node.
+    Each `tp` consecutive slots form a TP group.
     """
     ranks = len(missing.group)
     assigned = consecutive_slots(ranks)
@@ -163,10 +155,7 @@ def _distribute_over_engines(slot_of_rank: np.ndarray, slots: int) -> np.ndarray
 def _assign_groups(costs: Costs, tp: int, node: int) -> np.ndarray:
     """Return the slots of the ranks of several nodes: each node gets whole TP groups, and each rank one of their slots.
 
-    Args:
-        costs: [ranks, slots], for as many ranks as slots.
-        tp: number of slots of a TP group, which divides `node`.
-        node: number of ranks of a node.
+    The costs are [ranks, slots], for as many ranks as slots; `tp` divides `node`, the number of ranks of a node.
     """
     ranks = len(costs)
     nodes, groups, groups_per_node = ranks // node, ranks // tp, node // tp

@@ -31,9 +31,6 @@ DIRECT_BYTES = 256 * 1024
 # The tag of the messages that verify a sync; the tags of all other messages are smaller.
 CHECKSUM_TAG = 1 << 20
 
-AllReduceMin = Callable[[int], int]
-"""Returns the minimum of the numbers that all ranks of a plan pass."""
-
 
 class PlanError(UserMistake):
     """Demands that the holdings cannot meet, or settings in which ranks differ.
@@ -47,9 +44,9 @@ class Transfer:
     """The transfer of one box from one rank to another; a local copy if both are the same rank or one is `FILES`.
 
     Attributes:
-        dtype: the dtype of the transferred data, which is the wanted one.
-        source: the piece that is read at the sender; None if its memory location is not known on this rank.
-        target: the piece that is written at the receiver; None if its memory location is not known on this rank.
+        dtype: of the transferred data, which is the wanted one.
+        source, target: the pieces that are read at the sender and written at the receiver; None where the memory
+            location is not known on this rank.
         relayed: the sender hands on what it has received itself: `source` is where that has landed.
         handed_on: the receiver hands the box on, by relayed transfers of exactly this box.
     """
@@ -110,8 +107,7 @@ class Bucket:
     Attributes:
         number: the bucket's index among all buckets of the plan, including those without transfers of this rank.
         layer: the layer of the tensors that the rank receives or copies; None for tensors outside of all layers.
-        transfers: all transfers of the bucket, in order.
-        messages: the messages of the transfers that are not local.
+        messages: those of the transfers that are not local.
     """
 
     number: int
@@ -261,12 +257,12 @@ class Routes:
         return RankPlan(rank, tuple(buckets))
 
     def bucket_boundaries(
-        self, local_transfers: Iterable[Sequence[tuple[int, Transfer]]], all_reduce_min: AllReduceMin = int
+        self, local_transfers: Iterable[Sequence[tuple[int, Transfer]]], all_reduce_min: Callable[[int], int] = int
     ) -> list[int]:
         """Return the keys at which buckets end.
 
-        A bucket ends with each phase of the order, and before any rank would send plus receive more than
-        `bucket_bytes`.
+        A bucket ends with each phase of the order, and before any rank would send plus receive more bytes than it
+        holds.
 
         Args:
             local_transfers: the result of `rank_transfers` for each rank in this process.
@@ -366,11 +362,7 @@ def group_messages(
 
 
 def _check_all_held(routed_classes: Iterable[RoutedClass]) -> None:
-    """Check that every wanted element is held by some rank.
-
-    Raises:
-        PlanError: naming the missing boxes of up to 20 tensors, and the ranks that want them.
-    """
+    """Raise `PlanError` with the missing boxes of up to 20 tensors, and ranks that want them, if no rank holds them."""
     missing: dict[str, tuple[Box, tuple[int, ...]]] = {}
     for routed_class in routed_classes:
         for route in routed_class.routes:

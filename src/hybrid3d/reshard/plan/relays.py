@@ -18,8 +18,7 @@ from hybrid3d.reshard.plan.box import Box
 class Relay:
     """The rank at one position of the reader's node, which hands on what it has received from another node.
 
-    Attributes:
-        box: the box that the rank wants itself, and of which it hands on parts.
+    It wants `box` itself, and hands on parts of it.
     """
 
     box: Box
@@ -37,12 +36,7 @@ class Relay:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A box that a rank receives.
-
-    Attributes:
-        relay: the rank that hands it on; None if it comes from another node.
-        handed_on: the rank hands it on to others.
-    """
+    """A box that a rank receives, from a relay or another node, and that it may hand on to others."""
 
     box: Box
     relay: Relay | None = None
@@ -74,21 +68,14 @@ def share_out(
                 receiver, wanted = readers[(turn + i) % len(readers)]
                 relay = Relay(wanted, receiver, ranks_per_node)
                 for position, own in readers:
-                    if position == receiver:
-                        share = Share(part, handed_on=len(readers) > 1)
-                    else:
-                        share = Share(part, relay)
-                    found[position][own].append(share)
+                    received = Share(part, handed_on=len(readers) > 1)
+                    found[position][own].append(received if position == receiver else Share(part, relay))
             turn += 1
-    alone = [
-        (position, wanted)
+    shared = {
+        position: {box: shares for box, shares in by_box.items() if any(s.handed_on or s.relay for s in shares)}
         for position, by_box in found.items()
-        for wanted, shares in by_box.items()
-        if not any(share.handed_on or share.relay for share in shares)
-    ]
-    for position, wanted in alone:
-        del found[position][wanted]
-    return {position: dict(by_box) for position, by_box in found.items() if by_box}
+    }
+    return {position: by_box for position, by_box in shared.items() if by_box}
 
 
 def _disjoint(entries: Iterable[tuple[Box, int, Box]]) -> list[tuple[Box, list[tuple[int, Box]]]]:

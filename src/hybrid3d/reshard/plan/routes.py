@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import NamedTuple
 
 import numpy as np
 
@@ -67,10 +66,9 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a wanted box that one source provides.
+    """A part of a wanted box, in the wanted dtype, that one source provides.
 
     Attributes:
-        dtype: the wanted dtype.
         held: the box of the source that contains the part; of a relay, the box that it wants itself.
         source: None if the reader holds the part itself.
         handed_on: the reader hands the part on to other ranks of its node.
@@ -91,11 +89,8 @@ class Part:
 class Route:
     """The parts of the tensors of a class for readers with the same demand, holdings and holders on their node.
 
-    With relays, the readers also have the same place among the ranks of their node that want the same.
-
-    Attributes:
-        parts: the parts of each wanted box.
-        missing: the wanted boxes, or the rest of them, that no rank holds.
+    With relays, the readers also have the same place among the ranks of their node that want the same. What no rank
+    holds of the wanted boxes is `missing`.
     """
 
     readers: tuple[int, ...]
@@ -105,11 +100,7 @@ class Route:
 
 @dataclass(frozen=True)
 class RoutedClass:
-    """A class of tensors with its routes.
-
-    Attributes:
-        sources: the holders of all routes, except the readers themselves.
-    """
+    """A class of tensors with its routes, and the holders of all of these, except the readers themselves."""
 
     tensors: TensorClass
     routes: tuple[Route, ...]
@@ -126,10 +117,8 @@ def route_classes(
     """Yield each class with its routes; the bytes that a rank sends of earlier classes affect its turns.
 
     Args:
-        holders: the ranks of each group of holders, by the group's index.
-        readers: the ranks of each group of readers, by the group's index.
-        ranks_per_node: the number of consecutive ranks that share a node.
-        relays: receive what several ranks of a node want and none holds only once over the network.
+        holders, readers: the ranks of each group of them, by the group's index.
+        ranks_per_node, relays: as for `Routes`.
     """
     last_rank = max((rank for ranks in holders for rank in ranks), default=0)
     sent = np.zeros(last_rank + 2, np.int64)  # bytes by rank; FILES, which is -1, has the last place
@@ -164,7 +153,6 @@ class _Place:
     """What the readers of one route have in common.
 
     Attributes:
-        wanted: the boxes that they want.
         holder_group: their group among the holders; None if they hold none of the class's tensors.
         node: their node; None if no rank of it holds any of the class's tensors.
         shares: by wanted box, what they receive from other nodes and from whom; empty where no other rank of the node
@@ -178,11 +166,7 @@ class _Place:
 
 
 class _Router:
-    """Computes the routes of one class of tensors.
-
-    Args:
-        turn: without relays None; with them a number, which decides whose turn it is to receive what cannot be split.
-    """
+    """Computes the routes of one class of tensors; `turn` is None without relays, else as for `share_out`."""
 
     def __init__(self, tensors: TensorClass, holders: Sequence[Ranks], ranks_per_node: int, turn: int | None):
         self._tensors = tensors
@@ -301,11 +285,7 @@ def _in_order(held: Iterable[Box], wanted: Box) -> list[Box]:
 
 
 def _cut(boxes: Iterable[Box], held: Iterable[Box]) -> tuple[list[tuple[Box, Box]], list[Box]]:
-    """Cut disjoint boxes along held boxes.
-
-    Returns:
-        The parts that are held, each with the held box that contains it, and the rest.
-    """
+    """Return the parts of disjoint boxes that are held, each with the held box that contains it, and the rest."""
     found: list[tuple[Box, Box]] = []
     rest: list[Box] = []
     for box in boxes:
@@ -323,16 +303,10 @@ def _cut(boxes: Iterable[Box], held: Iterable[Box]) -> tuple[list[tuple[Box, Box
     return found, rest
 
 
-class SplitPart(NamedTuple):
-    """The part of a wanted box from one source, or a box within it if the part is larger than a bucket."""
+def split_parts(route: Route, limit: int) -> Iterator[tuple[Box, Part, Box]]:
+    """Yield (wanted box, part of it, box of the part) of a route.
 
-    wanted: Box
-    part: Part
-    box: Box
-
-
-def split_parts(route: Route, limit: int) -> Iterator[SplitPart]:
-    """Yield the parts of a route; a part that is sent to another rank is split into boxes of at most `limit` bytes.
+    Only a part that is sent to another rank, and has more than `limit` bytes, is split into several boxes.
 
     Raises:
         ValueError: an element has more than `limit` bytes.
@@ -342,13 +316,13 @@ def split_parts(route: Route, limit: int) -> Iterator[SplitPart]:
             of_files = isinstance(part.source, Source) and FILES in part.source.holders
             local = part.source is None or of_files or FILES in route.readers
             if local or part.nbytes <= limit:
-                yield SplitPart(wanted, part, part.box)
+                yield wanted, part, part.box
                 continue
             itemsize = ITEMSIZE[part.dtype]
             if limit < itemsize:
                 raise ValueError(f"a bucket of {limit} bytes holds no element of {itemsize} bytes: make it larger")
             for box in part.box.split(limit // itemsize):
-                yield SplitPart(wanted, part, box)
+                yield wanted, part, box
 
 
 def has_relays(routed_classes: Iterable[RoutedClass]) -> bool:
