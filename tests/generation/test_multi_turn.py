@@ -16,8 +16,7 @@ from hybrid3d.generation.scheduler import Prompt, Prompts, Scheduler
 from hybrid3d.generation.turns import Conversations, Trajectory, Turns
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.data import Example
-from hybrid3d.rl.objective import KlSettings, PolicyObjective, TokenScores
-from hybrid3d.rl.policy_losses import LossSettings
+from hybrid3d.rl.objective import KlSettings, LossSettings, PolicyObjective, TokenScores
 
 pytestmark = pytest.mark.processes
 

@@ -20,8 +20,7 @@ from critic import critic_of, value_step, values
 from hybrid3d import distributed
 from hybrid3d.config import Train
 from hybrid3d.inputs.models import read_config
-from hybrid3d.rl.objective import KlSettings, PolicyObjective
-from hybrid3d.rl.policy_losses import LossSettings
+from hybrid3d.rl.objective import KlSettings, LossSettings, PolicyObjective
 from hybrid3d.train.megatron import checkpoint, runtime
 from hybrid3d.train.megatron.policy import Policy
 from train_layouts import built, export, forget, my_batch, recipe_for, report_of

@@ -22,8 +22,7 @@ from hybrid3d.inputs.models import read_config
 from hybrid3d.reshard.file_index import read_index
 from hybrid3d.reshard.files import create_files, export_files, shard_entries
 from hybrid3d.rl.batch import Batch
-from hybrid3d.rl.objective import KlSettings, PolicyObjective, sft_loss
-from hybrid3d.rl.policy_losses import LossSettings
+from hybrid3d.rl.objective import KlSettings, LossSettings, PolicyObjective, sft_loss
 from hybrid3d.train.megatron import checkpoint, runtime
 from hybrid3d.train.megatron.model import MegatronModel
 from hybrid3d.train.megatron.policy import Policy

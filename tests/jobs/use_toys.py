@@ -27,8 +27,7 @@ from hybrid3d.reshard.exchange import JsonExchange
 from hybrid3d.reshard.move.transport import make_transport
 from hybrid3d.reshard.plan.box import Box
 from hybrid3d.reshard.plan.layout import Demand, Holdings, Piece, View
-from hybrid3d.rl.objective import PolicyObjective, TokenScores
-from hybrid3d.rl.policy_losses import POLICY_LOSSES, LossSettings
+from hybrid3d.rl.objective import POLICY_LOSSES, LossSettings, PolicyObjective, TokenScores
 from hybrid3d.scoring.scorer import Scorers
 from hybrid3d.sync import SyncSettings, WeightSync
 from hybrid3d.trainer.scorers import OfFirstRank

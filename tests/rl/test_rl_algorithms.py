@@ -21,7 +21,7 @@ from hybrid3d.config.algorithms import (
     PreferenceLossType,
     Ratio,
 )
-from hybrid3d.rl import losses, policy_losses, preferences
+from hybrid3d.rl import losses, objective, preferences
 from hybrid3d.rl.advantages import ADVANTAGES, Answers, answer_advantages
 from hybrid3d.rl.correction import CORRECTIONS
 from hybrid3d.rl.kl import ESTIMATORS
@@ -43,9 +43,9 @@ def test_recipes_know_the_rows_and_no_others() -> None:
 
 def test_recipes_know_what_is_implemented() -> None:
     assert {*get_args(Advantage)} == {*ADVANTAGES}
-    assert {*get_args(LossKind)} == {*policy_losses.POLICY_LOSSES}
+    assert {*get_args(LossKind)} == {*objective.POLICY_LOSSES}
     assert get_args(Aggregation) == get_args(losses.Aggregation)
-    assert get_args(Ratio) == get_args(policy_losses.Ratio)
+    assert get_args(Ratio) == get_args(objective.Ratio)
     assert get_args(PreferenceLossType) == tuple(preferences.PREFERENCE_LOSSES)
     assert REFERENCE_FREE_LOSSES == preferences.REFERENCE_FREE
 

@@ -12,8 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybrid3d.rl.losses import Aggregation, answer_weights, masked_sum, value_loss
-from hybrid3d.rl.objective import KlSettings, PolicyObjective, TokenScores, sft_loss
-from hybrid3d.rl.policy_losses import LossSettings, log_ratios, policy_loss
+from hybrid3d.rl.objective import (
+    KlSettings,
+    LossSettings,
+    PolicyObjective,
+    TokenScores,
+    log_ratios,
+    policy_loss,
+    sft_loss,
+)
 
 PPO = LossSettings(clip=0.2)
 

@@ -12,8 +12,7 @@ from hybrid3d.rl.advantages import Answers, Moments, answer_advantages, gae, ret
 from hybrid3d.rl.correction import correction_weights, high_entropy
 from hybrid3d.rl.kl import KlController, token_kl
 from hybrid3d.rl.losses import answer_weights, value_loss
-from hybrid3d.rl.objective import KlSettings, PolicyObjective, TokenScores
-from hybrid3d.rl.policy_losses import LossSettings, policy_loss
+from hybrid3d.rl.objective import KlSettings, LossSettings, PolicyObjective, TokenScores, policy_loss
 
 NUMBERS = Path(__file__).resolve().parents[1] / "numbers"
 TRL = json.loads((NUMBERS / "trl.json").read_text())

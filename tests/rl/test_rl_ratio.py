@@ -11,8 +11,15 @@ from torch import Tensor
 
 from hybrid3d.rl.correction import CORRECTIONS, correction_weights, mismatch
 from hybrid3d.rl.losses import MAX_LOG_RATIO, answer_weights, bounded, value_loss
-from hybrid3d.rl.objective import KlSettings, PolicyObjective, TokenScores
-from hybrid3d.rl.policy_losses import POLICY_LOSSES, LossSettings, Ratio, policy_loss
+from hybrid3d.rl.objective import (
+    POLICY_LOSSES,
+    KlSettings,
+    LossSettings,
+    PolicyObjective,
+    Ratio,
+    TokenScores,
+    policy_loss,
+)
 
 LIMIT = math.exp(20)
 ROWS = slice(None)

@@ -12,8 +12,7 @@ from hybrid3d.rl.advantages import Answers, Moments, answer_advantages, returns_
 from hybrid3d.rl.correction import OffPolicy, correction_weights, covariances, high_covariance
 from hybrid3d.rl.kl import token_kl
 from hybrid3d.rl.losses import answer_weights
-from hybrid3d.rl.objective import PolicyObjective, TokenScores
-from hybrid3d.rl.policy_losses import LossSettings
+from hybrid3d.rl.objective import LossSettings, PolicyObjective, TokenScores
 
 NUMBERS = Path(__file__).resolve().parents[1] / "numbers"
 VERL = json.loads((NUMBERS / "verl.json").read_text())

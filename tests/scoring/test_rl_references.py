@@ -10,8 +10,7 @@ import pytest
 from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.launch.preflight import check_data_references
 from hybrid3d.rl.data import DataError, Example, PromptData
-from hybrid3d.scoring.code.references import check_reference
-from hybrid3d.scoring.code.reward import code
+from hybrid3d.scoring.code.reward import check_reference, code
 
 pytestmark = pytest.mark.processes
 

@@ -12,7 +12,7 @@ from hybrid3d.config import load_recipe
 from hybrid3d.launch.preflight import check_data_references
 from hybrid3d.rl.data import DataError, Example, PromptData
 from hybrid3d.scoring.functions import final_text, last_formula
-from hybrid3d.scoring.math.answers import check_reference, math
+from hybrid3d.scoring.math.answers import math, read_reference
 from hybrid3d.scoring.math.kinds import Expression
 from hybrid3d.scoring.math.values import read_values
 from math_pairs import RIGHT, WRONG, pairs
@@ -144,7 +144,7 @@ def test_math_ends_soon_on_slow_formulas(reference: str) -> None:
 def test_reference_takes_no_longer(formula: str) -> None:
     """References are read before ranks start, where nothing limits their time."""
     start = time.process_time()
-    check_reference(formula)
+    read_reference(formula)
     assert math(r"\boxed{x<3}", formula) == 0.0
     assert time.process_time() - start < 4
 
@@ -164,7 +164,7 @@ def test_changed_formulas_raise_nothing_and_references_only_what_they_promise() 
 
 def refusal(reference: str) -> str | None:
     try:
-        check_reference(reference)
+        read_reference(reference)
     except ValueError as error:
         return str(error)
     return None
@@ -238,7 +238,7 @@ UNREADABLE = [
 
 @pytest.mark.parametrize("reference", UNREADABLE)
 def test_reference_that_says_nothing(reference: str) -> None:
-    for check in (check_reference, lambda text: math(r"\boxed{4}", text), lambda text: math(text, text)):
+    for check in (read_reference, lambda text: math(r"\boxed{4}", text), lambda text: math(text, text)):
         with pytest.raises(ValueError, match="the reference has no mathematical expression"):
             check(reference)
 
@@ -267,7 +267,7 @@ WHOLE = [
 
 @pytest.mark.parametrize("reference", WHOLE)
 def test_text_and_a_formula_that_cannot_be_computed_equal_themselves(reference: str) -> None:
-    check_reference(reference)
+    read_reference(reference)
     assert math(rf"\boxed{{ {reference} }}", reference) == 1.0
     assert math(r"\boxed{4}", reference) == 0.0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hybrid3d.rl.policy_losses import LossSettings, Objective, TokenTerms
+from hybrid3d.rl.objective import LossSettings, Objective, TokenTerms
 
 MARGIN = 0.25
 

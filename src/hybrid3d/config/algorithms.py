@@ -1,7 +1,7 @@
 """Defines what each algorithm's name stands for: defaults of the settings in the section `algorithm`.
 
 To add an algorithm that combines what there is, add a row. A new advantage is a function in `rl/advantages.py`, a new
-loss one in `rl/policy_losses.py`.
+loss one in `rl/objective.py`.
 """
 
 from __future__ import annotations

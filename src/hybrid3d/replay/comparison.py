@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -56,24 +56,15 @@ FIRST_METRICS = ("critic/grad_norm", "train/grad_norm", "critic/lr", "train/lr")
 
 @dataclass(frozen=True)
 class Difference:
-    """The first thing that differs between two records.
-
-    Attributes:
-        what: one of `INPUTS`, `rewards`, a text of `TOKEN_VALUES`, a metric, or `updated weights`.
-        where: the setting, the sample and token, or the tensor.
-        rank: that computed it; None if it is the same on all ranks, or if the layouts differ.
-        tensor: the canonical tensor, as `policy/NAME` or `critic/NAME`; None if it is none.
-        values: of both records, as text.
-        others: how much else of the same kind differs, in words.
-    """
+    """The first thing that differs between two records."""
 
     step: int
-    what: str
-    where: str
-    values: tuple[str, str]
-    rank: int | None = None
-    tensor: str | None = None
-    others: str = ""
+    what: str  # one of `INPUTS`, `rewards`, a text of `TOKEN_VALUES`, a metric, or `updated weights`
+    where: str  # the setting, the sample and token, or the tensor
+    values: tuple[str, str]  # of both records, as text
+    rank: int | None = None  # that computed it; None if it is the same on all ranks, or if the layouts differ
+    tensor: str | None = None  # the canonical tensor, as `policy/NAME` or `critic/NAME`; None if it is none
+    others: str = ""  # how much else of the same kind differs, in words
 
     def __str__(self) -> str:
         rank = "" if self.rank is None else f"on rank {self.rank}, "
@@ -81,18 +72,14 @@ class Difference:
         return f"step {self.step}: {self.what}: {rank}{self.where}: {self.values[0]} and {self.values[1]}{more}"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the attributes by name, and the sentence as `message`."""
         return {**asdict(self), "message": str(self)}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison of two runs.
+    """The comparison of two runs in the steps that both have; without a difference they are equal there.
 
-    Attributes:
-        steps: that were compared.
-        notes: sentences on what differs without being a difference of results.
-        difference: the first one; None if the runs are equal in these steps.
+    The notes are sentences on what differs without being a difference of results.
     """
 
     steps: Sequence[int]
@@ -100,13 +87,11 @@ class Comparison:
     difference: Difference | None
 
     def as_json(self) -> dict[str, Any]:
-        """Return `equal`, `steps`, `notes` and `first_difference`."""
-        difference = None if self.difference is None else self.difference.as_json()
         return {
-            "equal": difference is None,
+            "equal": self.difference is None,
             "steps": list(self.steps),
             "notes": list(self.notes),
-            "first_difference": difference,
+            "first_difference": None if self.difference is None else self.difference.as_json(),
         }
 
 
@@ -165,22 +150,21 @@ def same_layout(one: StepRecord, other: StepRecord) -> bool:
 
 def _differences(one: StepRecord, other: StepRecord) -> Iterator[Difference]:
     yield from _setting_differences(one, other)
-    yield from _weight_differences(one, other, "before")
+    yield from _weight_differences(one, other, "before", BEFORE)
     yield from _progress_differences(one, other)
     yield from _sample_differences(one, other)
     yield from _reward_differences(one, other)
     yield from _token_differences(one, other)
     first = [key for key in FIRST_METRICS if key in one.metrics or key in other.metrics]
     yield from _metric_differences(one, other, first)
-    yield from _weight_differences(one, other, "after")
+    yield from _weight_differences(one, other, "after", AFTER)
     yield from _metric_differences(one, other, sorted(one.metrics.keys() | other.metrics.keys()))
 
 
 def _setting_differences(one: StepRecord, other: StepRecord) -> Iterator[Difference]:
-    causes = [key for key in _differing_settings(one.settings, other.settings) if _is_cause(key)]
+    causes = [item for item in _differing_settings(one.settings, other.settings).items() if _is_cause(item[0])]
     if causes:
-        values = _setting(one.settings, causes[0]), _setting(other.settings, causes[0])
-        yield Difference(one.step, "settings", causes[0], values, others=_count(len(causes) - 1, "more setting"))
+        yield Difference(one.step, "settings", *causes[0], others=_count(len(causes) - 1, "more setting"))
 
 
 def _progress_differences(one: StepRecord, other: StepRecord) -> Iterator[Difference]:
@@ -194,7 +178,6 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _elements(field: Any) -> list[Any]:
-    """Return what a field of a sample has for each token."""
     return field.array.tolist() if isinstance(field, ExpertChoices) else [*field]
 
 
@@ -207,8 +190,8 @@ def _sample_differences(one: StepRecord, other: StepRecord) -> Iterator[Differen
         pairs = [(getattr(a, field), getattr(b, field)) for a, b in zip(these, those, strict=True)]
         differing = [number for number, (a, b) in enumerate(pairs) if not _equal(a, b)]
         if differing:
-            (a, b), number = pairs[differing[0]], differing[0]
-            place, values = f"the {name} of sample {number}", (str(a), str(b))
+            a, b = pairs[differing[0]]
+            place, values = f"the {name} of sample {differing[0]}", (str(a), str(b))
             if not isinstance(a, int):  # a sequence
                 a, b = _elements(a), _elements(b)
                 values = f"{len(a)} of them", f"{len(b)} of them"
@@ -257,8 +240,7 @@ def _metric_differences(one: StepRecord, other: StepRecord, keys: Sequence[str])
             yield Difference(one.step, key, "the metric", (str(a), str(b)))
 
 
-def _weight_differences(one: StepRecord, other: StepRecord, when: str) -> Iterator[Difference]:
-    what = {"before": BEFORE, "after": AFTER}[when]
+def _weight_differences(one: StepRecord, other: StepRecord, when: str, what: str) -> Iterator[Difference]:
     if one.weights.keys() != other.weights.keys():
         yield Difference(one.step, what, "models", (", ".join(one.weights), ", ".join(other.weights)))
         return
@@ -299,9 +281,9 @@ def _differing(a: Array, b: Array) -> Array:
 
 def _notes(one: StepRecord, other: StepRecord) -> Iterator[str]:
     """Yield what may explain different results, or is worth knowing about equal ones."""
-    for key in _differing_settings(one.settings, other.settings):
+    for key, values in _differing_settings(one.settings, other.settings).items():
         if not _is_cause(key) and key not in NO_CAUSES:
-            yield f"{key} is {_setting(one.settings, key)} and {_setting(other.settings, key)}"
+            yield f"{key} is {values[0]} and {values[1]}"
     for key in one.environment.keys() | other.environment.keys():
         a, b = one.environment.get(key), other.environment.get(key)
         if a != b:
@@ -314,19 +296,11 @@ def _is_cause(key: str) -> bool:
     return any(fnmatchcase(key, pattern) for pattern in CAUSES)
 
 
-def _settings_of(recipe: Recipe) -> Mapping[str, Any]:
-    return flatten_settings(to_raw(recipe))
-
-
-def _differing_settings(one: Recipe, other: Recipe) -> list[str]:
+def _differing_settings(one: Recipe, other: Recipe) -> dict[str, tuple[str, str]]:
     if one == other:
-        return []
-    a, b = _settings_of(one), _settings_of(other)
-    return [key for key in {**a, **b} if a.get(key) != b.get(key)]
-
-
-def _setting(recipe: Recipe, key: str) -> str:
-    return str(_settings_of(recipe).get(key))
+        return {}
+    a, b = (flatten_settings(to_raw(recipe)) for recipe in (one, other))
+    return {key: (str(a.get(key)), str(b.get(key))) for key in {**a, **b} if a.get(key) != b.get(key)}
 
 
 def _count(number: int, noun: str) -> str:

@@ -28,12 +28,7 @@ _GAMMA, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15 - MODULUS, 0xBF58476D1CE4E5B9 - MODU
 
 @dataclass(frozen=True)
 class LocalFingerprints:
-    """The canonical tensors that a rank has boxes of, and a fingerprint of these boxes of each.
-
-    Attributes:
-        boxes: by canonical tensor, its boxes on this rank, each once.
-        values: by canonical tensor, the fingerprint, 0 to 2^64 - 1.
-    """
+    """By canonical tensor, its boxes on this rank, each once, and a fingerprint of these, 0 to 2^64 - 1."""
 
     boxes: Mapping[str, frozenset[Box]]
     values: Mapping[str, int]
@@ -41,11 +36,9 @@ class LocalFingerprints:
 
 @torch.no_grad()
 def fingerprint(values: torch.Tensor, box: Box) -> torch.Tensor:
-    """Return the fingerprint of a box of a canonical tensor, an int64 scalar on the device of the values.
+    """Return the fingerprint of a box of a canonical tensor, an int64 scalar on the device of its elements.
 
-    Args:
-        values: the elements of the box, of any strides.
-        box: where they lie in the canonical tensor.
+    The elements are `values`, of any strides.
     """
     bits = values.detach().view(INTEGERS[values.itemsize])
     total = torch.zeros((), dtype=torch.int64, device=values.device)

@@ -38,30 +38,23 @@ def find_start(folder: RunFolder, step: int) -> int:
     raise NotRecorded(f"{folder.path}: step {step} cannot be replayed: {problem}. {existing}: {fix}")
 
 
+SAMPLING = ("max_model_len", "max_new_tokens", "temperature")
 SHAPING = ("overlong_buffer", "min", "max", "whiten", "coef")  # of rewards that were computed
 
 
 def training_recipe(recipe: Recipe, overrides: Sequence[str] = ()) -> Recipe:
     """Return a recipe without what training steps do not need, such as ranks that generate, in another train layout.
 
-    Args:
-        overrides: settings of `train`, as `train.tp=2`.
+    Overrides are settings of `train`, as `train.tp=2`.
 
     Raises:
         RecipeError: an override is of another section, or the result is invalid; with all problems.
     """
-    rollout = recipe.rollout
-    if rollout is not None:
-        rollout = Rollout(
-            max_model_len=rollout.max_model_len,
-            max_new_tokens=rollout.max_new_tokens,
-            temperature=rollout.temperature,
-        )
-    reward = recipe.reward
+    rollout, reward = recipe.rollout, recipe.reward
     model = reward.model if recipe.roles.reward.ranks is None else None  # the rewards of other ranks are recorded
     reduced = replace(
         recipe,
-        rollout=rollout,
+        rollout=rollout and Rollout(**{key: getattr(rollout, key) for key in SAMPLING}),
         roles=RoleRanks(),
         async_=Async(),
         sync=Sync(),

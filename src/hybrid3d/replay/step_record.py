@@ -45,21 +45,14 @@ class BrokenRecord(UserMistake):
 
 @dataclass(frozen=True, eq=False)
 class WeightRecord:
-    """Fingerprints (`replay/fingerprint.py`) of a model's weights before and after a step, uint64.
+    """Fingerprints (`replay/fingerprint.py`) of a model's weights before and after a step, uint64."""
 
-    Attributes:
-        tensors: names of the n canonical tensors, first layers first.
-        rank, tensor: [k], for each tensor that a rank has boxes of, the rank and the tensor's index.
-        before, after: [k], the fingerprints of these boxes.
-        whole_before, whole_after: [n], of the whole tensors.
-    """
-
-    tensors: tuple[str, ...]
-    rank: Array
-    tensor: Array
-    before: Array
+    tensors: tuple[str, ...]  # names of the n canonical tensors, first layers first
+    rank: Array  # [k], for each tensor that a rank has boxes of, the rank
+    tensor: Array  # [k], and the tensor's index
+    before: Array  # [k], the fingerprints of these boxes
     after: Array
-    whole_before: Array
+    whole_before: Array  # [n], of the whole tensors
     whole_after: Array
 
 
@@ -70,52 +63,35 @@ ARRAYS = ("rank", "tensor", "before", "after", "whole_before", "whole_after")  #
 class StepRecord:
     """What a step was trained with, and what came out.
 
-    Attributes:
-        settings: the recipe with the settings of the step.
-        progress: the learner's state besides models before the step, as in a checkpoint.
-        environment: versions, device and number of threads of rank 0.
-        samples: B samples as they were generated, without texts.
-        greedy: the greedy answers of a `RolloutBatch`, likewise.
-        baselines: [B] float64, their rewards with which the step was trained; empty in older records.
-        rewards: [B] float64, with which the step was trained: those of the samples, or of a reward model.
-        computed_by: [B] int32, the rank that computed each sample's log-probabilities and advantages.
-        token_values: float32 values of the policy's tokens, sample after sample, by name: `logprobs` (before the
-            update), `reference_logprobs`, `values`, `advantages`, `returns` and `correction`, where there are such.
-        metrics: the step's metrics of training; None for a number that is not finite.
-        weights: by model, `policy` or `critic`.
+    `token_values` are float32 values of the policy's tokens, sample after sample, by name: `logprobs` (before the
+    update), `reference_logprobs`, `values`, `advantages`, `returns` and `correction`, where there are such.
     """
 
     step: int
-    settings: Recipe
-    progress: Mapping[str, Any]
-    environment: Mapping[str, Any]
-    samples: Sequence[Sample]
-    rewards: Array
-    computed_by: Array
+    settings: Recipe  # with the settings of the step
+    progress: Mapping[str, Any]  # the learner's state besides models before the step, as in a checkpoint
+    environment: Mapping[str, Any]  # versions, device and number of threads of rank 0
+    samples: Sequence[Sample]  # B samples as they were generated, without texts
+    rewards: Array  # [B] float64, with which the step was trained: those of the samples, or of a reward model
+    computed_by: Array  # [B] int32, the rank that computed each sample's log-probabilities and advantages
     token_values: Mapping[str, Array]
-    metrics: Mapping[str, float | None]
-    weights: Mapping[str, WeightRecord]
-    greedy: Sequence[Sample] = ()
-    baselines: Array = field(default_factory=lambda: np.zeros(0))
+    metrics: Mapping[str, float | None]  # of training; None for a number that is not finite
+    weights: Mapping[str, WeightRecord]  # by model, `policy` or `critic`
+    greedy: Sequence[Sample] = ()  # the greedy answers of a `RolloutBatch`, likewise without texts
+    baselines: Array = field(default_factory=lambda: np.zeros(0))  # [B] float64, their rewards; empty in older records
 
     @property
     def generated(self) -> RolloutBatch:
-        """What experience is made of."""
         return RolloutBatch([*self.samples], greedy=[*self.greedy])
 
 
 def metrics_of_training(row: Mapping[str, float]) -> dict[str, float | None]:
-    """Return those metrics of a step that a record keeps."""
     kept = {key: value for key, value in row.items() if key.startswith(METRICS)}
     return {key: value if math.isfinite(value) else None for key, value in sorted(kept.items())}
 
 
 def write_step(folder: Path, record: StepRecord, identity: manifest.Identity | None = None) -> None:
-    """Write a recorded step to a folder, which gets its name when it is complete. OSError: it cannot be written.
-
-    Args:
-        identity: which run and step the record is of.
-    """
+    """Write a recorded step to a folder, which gets its name when it is complete. OSError: it cannot be written."""
     unfinished = folder.with_name(folder.name + PARTIAL)
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -217,7 +193,6 @@ def _sample_arrays(samples: Sequence[Sample]) -> dict[str, Array]:
 
 def _samples(arrays: Mapping[str, Array], settings: Recipe) -> list[Sample]:
     assert settings.rollout is not None, "samples were generated"
-    prompts = _split(arrays["prompt_ids"], arrays["prompt_lengths"])
     tokens, masks, versions = (_split(arrays[key], arrays["lengths"]) for key in ("tokens", "loss_mask", "versions"))
     has_logprobs = len(arrays["logprobs"]) > 0  # greedy answers have none
     logprobs = _split(arrays["logprobs"], np.array([mask.sum() * has_logprobs for mask in masks], np.int64))
@@ -225,7 +200,7 @@ def _samples(arrays: Mapping[str, Array], settings: Recipe) -> list[Sample]:
     missing = np.zeros(len(rewards), np.int32)  # in older records
     by_length = arrays["lengths"] >= settings.rollout.max_new_tokens  # which older versions went by
     columns = {
-        "prompt_ids": prompts,
+        "prompt_ids": _split(arrays["prompt_ids"], arrays["prompt_lengths"]),
         "tokens": tokens,
         "loss_mask": masks,
         "logprobs": logprobs,
@@ -246,11 +221,10 @@ def _samples(arrays: Mapping[str, Array], settings: Recipe) -> list[Sample]:
 def _experts(arrays: Mapping[str, Array], samples: int) -> list[ExpertChoices]:
     if "experts" not in arrays or not arrays["experts"].size:  # older records have none
         return [NO_CHOICES] * samples
-    ends = np.cumsum(arrays["expert_lengths"])
-    if len(ends) != samples or ends[-1] != len(arrays["experts"]):
-        raise ValueError(f"choices of {samples} samples expected, {len(arrays['experts'])} tokens of {len(ends)} found")
-    parts = np.split(arrays["experts"], ends[:-1])
-    return [ExpertChoices.of(part) if len(part) else NO_CHOICES for part in parts]
+    experts, lengths = arrays["experts"], arrays["expert_lengths"]
+    if len(lengths) != samples or lengths.sum() != len(experts):
+        raise ValueError(f"choices of {samples} samples expected, {len(experts)} tokens of {len(lengths)} found")
+    return [ExpertChoices.of(part) if len(part) else NO_CHOICES for part in _split(experts, lengths)]
 
 
 def _split(joined: Array, lengths: Array) -> list[Array]:

@@ -90,9 +90,7 @@ def answer_advantages(advantage: str, scale: str, answers: Answers, eps: float =
     Penalties have the same baseline as rewards (`best_of_group`: the group's mean) and are not divided: within a group
     of equal rewards, dividing them by the standard deviation would scale them up however small they are.
 
-    Args:
-        advantage: a key of `ADVANTAGES`.
-        scale: `group_std`, `batch_std`, `varying_groups`; anything else leaves the advantages as they are.
+    `advantage` is a key of `ADVANTAGES`; any other `scale` than these three leaves the advantages as they are.
 
     Raises:
         ValueError: answers are compared but `group` is less than 2, or B is not a multiple of it.
@@ -143,13 +141,8 @@ def _zero_where_equal(values: Tensor, grouped: Tensor) -> Tensor:
 def token_rewards(scores: Tensor, penalties: Tensor, mask: Tensor) -> Tensor:
     """Put each answer's score at its last token, less each token's KL penalty (InstructGPT, arXiv 2203.02155, eq. 2).
 
-    Args:
-        scores: [B].
-        penalties: [B, T].
-        mask: [B, T], 1 at the tokens of the answers.
-
-    Returns:
-        [B, T]; the score of an answer without tokens is dropped.
+    Scores are [B]; penalties, the mask (1 at the tokens of the answers) and the result are [B, T]. The score of an
+    answer without tokens is dropped.
     """
     last = mask * (mask.flip(1).cumsum(1).flip(1) == 1)
     return last * scores[:, None] - penalties * mask
@@ -165,7 +158,9 @@ def returns_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Compute generalized advantage estimation (arXiv 1506.02438, equation 16), backward over each answer's tokens.
+    """Return advantages and returns (advantages + values), [B, T], by GAE (arXiv 1506.02438, equation 16).
+
+    It goes backward over each answer's tokens. Both are zero where `mask` is zero.
 
     Args:
         rewards: [B, T], the reward for sampling each token.
@@ -173,9 +168,6 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
         mask: [B, T], 1 at the tokens of the answers. The value after the last of them is zero.
         gamma: discount per step.
         lam: weight of the estimate that looks one step further.
-
-    Returns:
-        Advantages and returns (advantages + values), each [B, T], zero where `mask` is zero.
     """
     advantages = torch.zeros_like(rewards)
     next_advantage, next_value = torch.zeros_like(rewards[:, 0]), torch.zeros_like(rewards[:, 0])

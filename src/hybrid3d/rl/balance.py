@@ -8,15 +8,12 @@ from collections.abc import Sequence
 
 
 def balanced_shares(lengths: Sequence[int], shares: int) -> list[list[int]]:
-    """Split sequences into shares with equally many sequences and nearly equally many tokens.
+    """Split sequences into shares with equally many sequences and nearly equally many tokens; returns their indices.
 
     Sequences are assigned in rounds, the longest first: in each round every share gets one, and the share with the
     fewest tokens gets the longest. Then the largest and the smallest share repeatedly swap the pair of sequences that
     brings their sizes closest, as long as this narrows the gap. The token counts of two shares never differ by more
-    than the lengths of the longest and the shortest sequence.
-
-    Returns:
-        The indices of each share's sequences, ascending.
+    than the lengths of the longest and the shortest sequence. The indices of a share are ascending.
 
     Raises:
         ValueError: the number of sequences is not a multiple of `shares`.
@@ -52,15 +49,10 @@ def _best_swap(lengths: Sequence[int], many: Sequence[int], few: Sequence[int], 
 
 
 def split_within_budget(lengths: Sequence[int], budget: int, *, packed: bool, min_parts: int = 1) -> list[list[int]]:
-    """Split sequences into micro batches of at most `budget` tokens each, the largest micro batch first.
+    """Split sequences into micro batches of at most `budget` tokens each, the largest first; returns their indices.
 
-    Args:
-        packed: if true, a micro batch counts the sum of its lengths; if false, its rows times its longest length.
-        min_parts: the minimum number of micro batches. The result has exactly this many, unless more are made for
-            `min_parts=1`.
-
-    Returns:
-        The indices of each micro batch's sequences, ascending.
+    The indices of a micro batch are ascending. If it is `packed`, it counts the sum of its lengths, else its rows times
+    its longest length. There are exactly `min_parts` of them, unless more are made for `min_parts=1`.
 
     Raises:
         ValueError: a sequence is longer than the budget, or there are fewer sequences than `min_parts`.

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 Rows = slice | Tensor
 """Selects sequences of a batch: a slice, or indices [b]."""
@@ -44,11 +45,9 @@ class Batch:
         loss_mask: Sequence[ArrayLike] | None = None,
         pad_id: int,
     ) -> Batch:
-        """Pad sequences to the longest of them.
+        """Pad sequences, of which each has a prompt of 1 or more tokens, to the longest of them.
 
-        Args:
-            prompt_lengths: tokens of each sequence's prompt, 1 or more.
-            loss_mask: for each response, which tokens the policy generated; None if it generated all of them.
+        `loss_mask` says for each response which tokens the policy generated; without it, it generated all of them.
 
         Raises:
             ValueError: there is no sequence, or the lengths do not agree.
@@ -64,11 +63,8 @@ class Batch:
                 raise ValueError(f"sequence {row} of {len(sequence)} tokens cannot have a prompt of {prompt}")
         lengths = torch.tensor([len(sequence) for sequence in rows], dtype=torch.int64)
         prompts = torch.tensor(prompt_lengths, dtype=torch.int64)
-        width = int(lengths.max())
-        padded = torch.full((len(rows), width), pad_id, dtype=torch.int64)
-        for row, sequence in enumerate(rows):
-            padded[row, : len(sequence)] = torch.from_numpy(sequence)
-        position = torch.arange(width)
+        padded = pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True, padding_value=pad_id)
+        position = torch.arange(padded.shape[1])
         mask = (position >= prompts[:, None]) & (position < lengths[:, None])
         if loss_mask is not None:
             masks = [np.asarray(each, np.bool_) for each in loss_mask]
@@ -86,7 +82,6 @@ class Batch:
         return self._apply(lambda tensor: tensor[rows])
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return the batch on another device."""
         return self._apply(lambda tensor: tensor.to(device))
 
     def _apply(self, function: Callable[[Tensor], Tensor]) -> Batch:
@@ -96,8 +91,7 @@ class Batch:
     def align(self, responses: Sequence[ArrayLike]) -> Tensor:
         """Place values of the generated tokens, such as vLLM's log-probabilities, at these tokens, [B, T].
 
-        Raises:
-            ValueError: a response has another number of values than of generated tokens.
+        ValueError: a response has another number of values than of generated tokens.
         """
         values = [np.asarray(response, np.float32) for response in responses]
         given, counts = [len(each) for each in values], self.response_mask.sum(dim=1).long().tolist()

@@ -29,21 +29,16 @@ def without_nulls(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def render(tokenizer: Any, turns: Sequence[Mapping[str, Any]], *, reply_follows: bool) -> str:
     """Return the text of turns, with the beginning of the assistant's reply or without. InvalidRow: there is none."""
+    given = without_nulls(turns)
     try:
-        return str(
-            tokenizer.apply_chat_template(without_nulls(turns), add_generation_prompt=reply_follows, tokenize=False)
-        )
+        return str(tokenizer.apply_chat_template(given, add_generation_prompt=reply_follows, tokenize=False))
     except Exception as error:  # "roles must alternate", or whatever an expression in it raises
         kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
         raise InvalidRow(f"the chat template refuses the prompt: {kind}{error}") from error
 
 
 def turns_of(prompt: str | Sequence[Turn]) -> list[Turn]:
-    """Return the turns of a prompt; a text is one of the user.
-
-    Raises:
-        InvalidRow: the assistant has the last turn, to which no reply of it follows.
-    """
+    """Return the turns of a prompt; a text is one of the user. InvalidRow: the assistant has the last turn."""
     turns: list[Turn] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if turns and turns[-1].get("role") == "assistant":
         raise InvalidRow(
@@ -60,9 +55,8 @@ def encode_answer(
     A template may begin the reply that it asks for in another way than one that is there: with a thinking block, which
     an answer closes or does not have. Then the prompt ends where both are the same.
 
-    Args:
-        end_tokens: those of the model, by which the policy's answers end besides EOS. If the template writes none of
-            them behind an answer, the first special token that it writes is the end.
+    `end_tokens` are the model's, by which the policy's answers end besides EOS. If the template writes none of them
+    behind an answer, the first special token that it writes is the end.
 
     Raises:
         InvalidRow: the template refuses the conversation, or renders another answer; with both renderings.
@@ -137,10 +131,9 @@ def _closed_block(asked: str, whole: str, answer: str) -> tuple[str, str]:
 
 
 def _end_token(tokenizer: Any, closing: str, end_tokens: Sequence[int]) -> str:
-    """Return what a template writes after an answer, up to its end token.
+    """Return what a template writes after an answer, up to its end token; "" if it writes none: EOS follows.
 
-    This is the first of EOS and the model's end tokens, or else the first special one. Empty if it writes none: EOS
-    follows.
+    This is the first of EOS and the model's end tokens, or else the first special one.
     """
     special = special_tokens(tokenizer)
     for kind in ([tokenizer.eos_token, *(text for text in special if special[text] in end_tokens)], special):

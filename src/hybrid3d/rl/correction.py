@@ -25,9 +25,8 @@ QUARTERS = 4
 def mismatch(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> tuple[dict[str, float], float]:
     """Measure how far the trained model and the rollout engine disagree on sampled tokens; all arguments are [B, T].
 
-    Returns:
-        The maximum (`max`) and the quantiles (`p50`, `p99`) of a token's |log-probability difference|; and the sum over
-        tokens of the k3 estimate of KL(rollout || train) (`kl.py`; the rollout engine sampled the tokens).
+    Returns the maximum (`max`) and the quantiles (`p50`, `p99`) of a token's |log-probability difference|; and the sum
+    over tokens of the k3 estimate of KL(rollout || train) (`kl.py`; the rollout engine sampled the tokens).
     """
     gap = torch.where(mask.bool(), logprobs - rollout_logprobs, 0.0)
     differences = gap.abs()[mask.bool()].float()
@@ -40,12 +39,10 @@ def mismatch(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> tuple[
 
 
 def mismatch_by_position(gaps: Tensor, mask: Tensor, longest: int) -> Tensor:
-    """Return the sum of the policy's tokens' `gaps` in each quarter of the longest answer, [4].
+    """Return the sum of the policy's tokens' `gaps` in each quarter of the `longest` that an answer may be, [4].
 
-    Args:
-        gaps: |log-probability difference| of each token, [B, T]; 0 where the mask is.
-        mask: the policy's tokens, [B, T]; a token's position is its number among those of its answer.
-        longest: the most tokens that an answer may have.
+    Gaps are |log-probability differences|, [B, T], 0 where the mask is. A token's position is its number among the
+    policy's tokens of its answer.
     """
     quarter = ((mask.long().cumsum(1) - 1).clamp(min=0) * QUARTERS // longest).clamp(max=QUARTERS - 1)
     return torch.zeros(QUARTERS, dtype=torch.float64).index_add_(
@@ -92,13 +89,10 @@ CORRECTIONS: dict[str, tuple[str, Callable[[Tensor, float, float], Tensor]]] = {
 def correction_weights(
     name: str, logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, low: float, high: float
 ) -> Tensor:
-    """Return the weight of each token's loss, [B, T], without gradient; zero where `mask` is zero.
+    """Return the weight of each token's loss by one of `CORRECTIONS`, [B, T], without gradient; zero where `mask` is.
 
-    Log-ratios of tokens and of whole answers are bounded (`losses.py`).
-
-    Args:
-        name: a key of `CORRECTIONS`.
-        low, high: bounds of the ratio; truncation uses the upper one only.
+    Log-ratios of tokens and of whole answers are bounded (`losses.py`). The ratio's bounds are `low` and `high`;
+    truncation uses the upper one only.
     """
     level, transform = CORRECTIONS[name]
     gap = torch.where(mask.bool(), (logprobs - rollout_logprobs).detach(), 0.0)
@@ -110,25 +104,16 @@ def correction_weights(
 
 @dataclass(frozen=True)
 class OffPolicy:
-    """Adds up how far the samples are from the policy, over rows and ranks.
-
-    Attributes:
-        tokens, answers: how many were added.
-        weight: sum over tokens of the correction's weights.
-        trained: the number of the tokens that have one.
-        ratio, ratio_squared: sums over tokens of train / rollout and of its square.
-        answer_ratio_squared: sum over answers of the square of the product of its tokens' ratios.
-        train_perplexity, rollout_perplexity: sums over answers of exp(-mean log-probability).
-    """
+    """Adds up how far the samples are from the policy, over rows and ranks."""
 
     tokens: float = 0.0
     answers: float = 0.0
-    weight: float = 0.0
-    trained: float = 0.0
-    ratio: float = 0.0
+    weight: float = 0.0  # sum over tokens of the correction's weights
+    trained: float = 0.0  # the number of the tokens that have one
+    ratio: float = 0.0  # sum over tokens of train / rollout
     ratio_squared: float = 0.0
-    answer_ratio_squared: float = 0.0
-    train_perplexity: float = 0.0
+    answer_ratio_squared: float = 0.0  # sum over answers of the square of the product of its tokens' ratios
+    train_perplexity: float = 0.0  # sum over answers of exp(-mean log-probability)
     rollout_perplexity: float = 0.0
 
     @classmethod
@@ -142,8 +127,7 @@ class OffPolicy:
     ) -> OffPolicy:
         """Return the sums of log-probabilities and weights [B, T]; rows without tokens are not answers.
 
-        Args:
-            trained: the number of the tokens that have a weight; None if all in `mask` have one.
+        If `trained` is None, all tokens in `mask` have a weight.
         """
         weight = 0.0 if weights is None else float(weights.sum())
         rows = mask.bool().any(1)
@@ -167,7 +151,7 @@ class OffPolicy:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of all that was added.
+        """The metrics of all that was added.
 
         `ess` is the effective sample size, as a fraction of the tokens (Kong 1992); `chi2_token` and `chi2_answer`
         estimate the chi-squared divergence of training from rollout, E[r^2] - 1.

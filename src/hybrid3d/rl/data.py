@@ -29,11 +29,8 @@ Overlong = Literal["error", "drop", "truncate_left"]
 class Example:
     """Holds a row of the data: its index in the file, its texts and the token ids of the prompt.
 
-    If the row has chat turns, `prompt` is the text of the last turn. Of a preference pair `answer` is the chosen one.
-
-    Attributes:
-        answer_ids: of an answer that is trained, with its end token.
-        rejected_ids: those of a pair's other answer.
+    If the row has chat turns, `prompt` is the text of the last turn. Of a preference pair `answer` is the chosen one,
+    and `rejected_ids` are the other's. Ids of answers are there if these are trained, with their end token.
     """
 
     row: int
@@ -64,13 +61,11 @@ class PromptData:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Return how many rows the file has, how many are used, and how many are left out for which cause."""
         left_out = {cause: self.skipped.get(cause, 0) for cause in ("broken", "overlong")}
         used = len(self.examples)
         return {"rows": used + sum(left_out.values()), "used": used, **left_out, "truncated": self.truncated}
 
     def __str__(self) -> str:
-        """Return one line with the file and its counts."""
         counts = self.counts
         if counts["used"] == counts["rows"]:
             text = f"{self.path}: all {counts['rows']} rows are used"
@@ -107,12 +102,10 @@ class PromptData:
         A row is broken if a text is null or blank, the prompt has no tokens, the template refuses it, or the answers of
         a pair are equal. Broken rows are skipped, up to the fraction `max_invalid_fraction` of all rows.
 
-        Args:
-            rejected: the column of a pair's other answer, if there are pairs.
-            max_prompt_tokens, max_tokens: of a prompt, and of a prompt with its longest answer and EOS. Longer rows are
-                refused, dropped or lose the beginning of their prompt, as `overlong` says. With a `max_tokens` of 0 no
-                answer is trained.
-            remedy: what raises `max_prompt_tokens`, for a message.
+        A prompt has at most `max_prompt_tokens`, and with its longest answer and EOS at most `max_tokens`. Longer rows
+        are refused, dropped or lose the beginning of their prompt, as `overlong` says. With a `max_tokens` of 0 no
+        answer is trained. `rejected` is the column of a pair's other answer, if there are pairs. The `remedy` raises
+        `max_prompt_tokens`, for a message.
 
         Raises:
             DataError: more rows are broken; a row is too long and `overlong="error"`; or more than half of the rows (or
@@ -161,7 +154,6 @@ class PromptData:
 
 @lru_cache(maxsize=4)  # consecutive steps use the same epoch or adjacent ones
 def epoch_order(rows: int, seed: int, epoch: int) -> tuple[int, ...]:
-    """Return the permutation of `range(rows)` of an epoch; it depends on the seed and on the epoch."""
     order = list(range(rows))
     random.Random(f"{seed}/{epoch}").shuffle(order)  # a string, so that (1, 2) and (2, 1) are unrelated
     return tuple(order)
@@ -198,12 +190,7 @@ def _encode(
     trains_answers: bool,
     end_tokens: Sequence[int],
 ) -> Example:
-    """Return the example of a row. InvalidRow: it has none.
-
-    Args:
-        columns, values: of the prompt, the answer, and the other answer of a pair.
-        end_tokens: the model's, by which answers end that are trained.
-    """
+    """Return the example of a row, from its prompt, its answer, and a pair's other answer. InvalidRow: it has none."""
     question, *told = values
     text = text_of(columns[0], question)
     texts = [text_of(name, _answer_turn(name, value, question)) for name, value in zip(columns[1:], told, strict=True)]

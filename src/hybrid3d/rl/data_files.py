@@ -40,7 +40,6 @@ _ACCEPTED = "data files are parquet, or JSON Lines named *.jsonl"
 _COMPRESSED = {".gz": "gunzip", ".zst": "unzstd", ".xz": "unxz", ".bz2": "bunzip2", ".zip": "unzip"}
 _MAGIC = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"\xfd7zXZ": ".xz", b"BZh": ".bz2", b"PK\x03\x04": ".zip"}
 _TABLES = {".csv": "CSV", ".tsv": "TSV", ".xlsx": "an Excel sheet", ".arrow": "Arrow", ".feather": "Feather"}
-_START_BYTES = 64
 
 Turn = dict[str, str]
 """One turn of a conversation, with the keys `role` and `content`."""
@@ -93,10 +92,9 @@ def check_columns(path: str | Path, columns: Sequence[str], chats: Sequence[str]
 def read_columns(
     path: str | Path, columns: Sequence[str], chats: Sequence[str] = (), first: int | None = None
 ) -> list[list[Any]]:
-    """Return the strings or chat turns of each column, None where a value is null. DataError as in `check_columns`.
+    """Return the strings or chat turns of each column, None where a value is null; of the `first` rows, if it is given.
 
-    Args:
-        first: read only this many rows; None reads all.
+    DataError as in `check_columns`.
     """
     if _is_json(path):
         return _read_json(path, columns, chats, first)
@@ -113,7 +111,6 @@ def _is_json(path: str | Path) -> bool:
 
 
 def _read_json(path: str | Path, columns: Sequence[str], chats: Sequence[str], first: int | None) -> list[list[Any]]:
-    """Return columns of a file of JSON Lines. DataError: it cannot be used."""
     _check_regular(path)
     try:
         size = Path(path).stat().st_size
@@ -130,10 +127,7 @@ def _read_json(path: str | Path, columns: Sequence[str], chats: Sequence[str], f
 
 
 def _open_file(path: str | Path) -> pq.ParquetFile:
-    """Open a local regular file: pyarrow itself would fetch an address, and wait for a FIFO.
-
-    Raises a DataError if it is not a regular file, and one of `_UNREADABLE` if it cannot be read.
-    """
+    """Open a regular file: pyarrow itself would fetch an address, and wait for a FIFO. DataError, `_UNREADABLE`."""
     _check_regular(path)
     return pq.ParquetFile(pa.OSFile(str(path)))
 
@@ -191,11 +185,8 @@ def longest_row(path: str | Path, metadata: Any, columns: Set[str]) -> int:
 
     Rows may repeat the texts of a dictionary page; those of other pages are in the file as often as they are read, so
     that the footer has their bytes. The size of a dictionary page is in its header only, and Arrow allocates that size
-    and no more. Of lists it is that of a row of mean length.
-
-    Args:
-        metadata: the file's footer, a `pyarrow.parquet.FileMetaData`.
-        columns: names of columns, without those of structs within them.
+    and no more. Of lists it is that of a row of mean length. `metadata` is a `pyarrow.parquet.FileMetaData`; `columns`
+    are named without structs within them.
     """
     most: dict[str, int] = {}
     with Path(path).open("rb") as file:
@@ -270,7 +261,6 @@ def _column_path(schema: pa.Schema, column: str) -> list[str]:
 
 
 def _names_in(parts: Iterable[pa.Field], within: str = "") -> Iterator[str]:
-    """Yield the names by which columns can be selected."""
     for part in parts:
         if within and "." in part.name:
             continue
@@ -294,13 +284,12 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def _unreadable(path: str | Path) -> str:
-    return (NOT_JSON if Path(path).suffix == JSON_LINES else _NOT_PARQUET) + _advise(path)
+    return (NOT_JSON if _is_json(path) else _NOT_PARQUET) + _advise(path)
 
 
 def _reason(path: str | Path, error: Exception) -> str:
-    """Return the first line of the error of pyarrow or the system."""
-    first = (str(error).splitlines() or [""])[0]
-    return f"{_unreadable(path)}: {first}"
+    first_line = (str(error).splitlines() or [""])[0]
+    return f"{_unreadable(path)}: {first_line}"
 
 
 def _advise(path: str | Path) -> str:
@@ -332,6 +321,6 @@ def _first_bytes(path: Path) -> bytes:
         if not path.is_file():  # to open a FIFO would wait for a writer
             return b""
         with path.open("rb") as file:
-            return file.read(_START_BYTES)
+            return file.read(64)
     except OSError:
         return b""

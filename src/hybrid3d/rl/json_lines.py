@@ -11,13 +11,9 @@ from hybrid3d.errors import UserMistake
 
 NOT_JSON = "not a readable file of JSON Lines"
 NAMED_LINES = 100  # whose keys a message lists
-_KINDS = {
-    bool: "true or false",
-    int: "a number",
-    float: "a number",
-    dict: "an object",
-    list: "a list",
-    type(None): "null",
+_KINDS: dict[type, str] = {
+    **{bool: "true or false", int: "a number", float: "a number"},
+    **{dict: "an object", list: "a list", type(None): "null"},
 }
 
 
@@ -30,10 +26,7 @@ def read_json_columns(
 ) -> list[list[Any]]:
     """Return the strings or chat turns of each column, None where a value is null or absent. Blank lines are no rows.
 
-    Args:
-        columns: keys; a dotted one may lie within objects.
-        chats: columns that may hold chat turns.
-        first: read only this many rows; None reads all.
+    A dotted column may lie within objects; those in `chats` may hold chat turns. `first` is a number of rows, None all.
 
     Raises:
         InvalidLine: a line is no object or too deep, a value is no text, or no line has a column.
@@ -123,7 +116,6 @@ def _check(value: Any, column: str, may_be_chat: bool, line: int) -> None:
 
 
 def _names_in(row: Mapping[str, Any], within: str = "") -> Iterator[str]:
-    """Yield the names by which values can be selected."""
     for name, value in row.items():
         if within and "." in name:
             continue

@@ -39,21 +39,13 @@ ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def token_kl(
-    estimator: str,
-    logprobs: Tensor,
-    ref_logprobs: Tensor,
-    mask: Tensor,
-    clamp: float | None = None,
+    estimator: str, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, clamp: float | None = None
 ) -> Tensor:
     """Estimate the KL at each token, [B, T]; zero where `mask` is zero. Only k3 is bounded without `clamp`.
 
-    Args:
-        estimator: one of `ESTIMATORS`; with a `+` after its name, as in verl, its gradient is that of k2.
-        logprobs, ref_logprobs: [B, T], of the policy and of the reference; gradients flow into both.
-        clamp: bound on the absolute value of an estimate, which has no gradient beyond.
-
-    Raises:
-        ValueError: `estimator` is unknown.
+    Gradients flow into both log-probabilities [B, T]. The estimator is one of `ESTIMATORS` (ValueError: it is not);
+    with a `+` after its name, as in verl, its gradient is that of k2. `clamp` bounds the absolute value of an estimate,
+    which has no gradient beyond.
     """
     name, is_straight_through = estimator.removesuffix("+"), estimator.endswith("+")
     if name not in ESTIMATORS:
@@ -75,16 +67,11 @@ class KlController:
 
     `error = clamp(kl / target - 1, -0.2, 0.2)`, then `coef *= 1 + error * answers / horizon`: the paper's gain of 0.1
     per batch is a horizon of ten batches.
-
-    Attributes:
-        coef: the current coefficient.
-        target: target KL of an answer, in nats summed over its tokens; None keeps `coef` constant.
-        horizon: time constant of the adaptation, in answers.
     """
 
     coef: float
-    target: float | None = None
-    horizon: int = 10_000
+    target: float | None = None  # KL of an answer, in nats summed over its tokens; None keeps `coef` constant
+    horizon: int = 10_000  # time constant of the adaptation, in answers
 
     def __post_init__(self) -> None:
         self._configured = self.coef, self.target
@@ -111,7 +98,7 @@ class KlController:
 
     @property
     def state(self) -> dict[str, float | None]:
-        """Return the state that a checkpoint saves, as JSON values."""
+        """What a checkpoint saves, as JSON values."""
         return {"coef": self.coef, "target": self.target}
 
     def observe(self, kl: float, answers: int) -> None:

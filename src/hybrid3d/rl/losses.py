@@ -44,41 +44,35 @@ def answer_weights(
         trained: [B], whether each sequence is trained on: the others are not part of the mean; None if all are.
 
     Returns:
-        [B]; zero for sequences that are not trained on and, with `sequence`, for an answer without tokens.
+        [B]; zero for sequences that are not trained on, if none has a token, and with `sequence` for an answer that
+        has none.
     """
-    if answers is not None and bool((answers < 0).any()):
-        in_an_answer = answers >= 0 if trained is None else trained & (answers >= 0)
-        return answer_weights(loss_agg_mode, lengths, max_tokens, answers.clamp(min=0), in_an_answer)
-    if trained is not None:
-        weights = torch.zeros(lengths.shape)
-        if int(lengths[trained].sum()):
-            among = answer_weights(
-                loss_agg_mode, lengths[trained], max_tokens, None if answers is None else answers[trained]
-            )
-            weights[trained] = among * (lengths.sum() / lengths[trained].sum())
-        return weights
-    if answers is not None:
-        numbers, index = answers.unique(return_inverse=True)
-        totals = torch.zeros(len(numbers), dtype=lengths.dtype).index_add(0, index, lengths)
-        return answer_weights(loss_agg_mode, totals, max_tokens)[index]
-    per_answer = lengths.sum() / len(lengths)
+    numbers = torch.arange(len(lengths)) if answers is None else answers
+    chosen = numbers >= 0 if trained is None else trained & (numbers >= 0)
+    if not int(lengths[chosen].sum()):
+        return torch.zeros(lengths.shape)
+    index = numbers[chosen].unique(return_inverse=True)[1]
+    totals = torch.zeros(int(index.max()) + 1, dtype=lengths.dtype).index_add(0, index, lengths[chosen])
+    per_answer = totals.sum() / len(totals)
     if loss_agg_mode == "sequence":
-        return torch.where(lengths > 0, per_answer / lengths.clamp(min=1), 0.0)
-    weight = {"token": 1.0, "sequence_sum": float(per_answer), "constant": float(per_answer) / max(max_tokens, 1)}
-    return torch.full(lengths.shape, weight[loss_agg_mode])
+        of_answers = torch.where(totals > 0, per_answer / totals.clamp(min=1), 0.0)
+    else:
+        weight = {"token": 1.0, "sequence_sum": float(per_answer), "constant": float(per_answer) / max(max_tokens, 1)}
+        of_answers = torch.full(totals.shape, weight[loss_agg_mode])
+    weights = torch.zeros(lengths.shape, dtype=of_answers.dtype)
+    weights[chosen] = of_answers[index] * (lengths.sum() / totals.sum())
+    return weights
 
 
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return half the squared error of a critic, with values clipped to within `clip` of the old ones.
+    """Return half the squared error of a critic at each token, with values clipped to within `clip` of the old ones.
 
     The larger of the clipped and the unclipped error counts. This is the loss of PPO's first implementation
     ("Implementation Matters in Deep RL", arXiv 2005.12729, section 2, item 1). All tensors are [B, T]; gradients
-    flow into `values` only. `clip=None` does not clip.
-
-    Returns:
-        The loss at each token, and sums over tokens: `value_clip_fraction`, `value`, `value_error` (squared).
+    flow into `values` only. The second value has sums over tokens: `value_clip_fraction`, `value`, `value_error`
+    (squared).
     """
     in_loss = mask.bool()
     values, old = torch.where(in_loss, values, 0.0), torch.where(in_loss, old_values.detach(), 0.0)

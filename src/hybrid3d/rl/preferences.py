@@ -33,10 +33,9 @@ class PreferenceSettings:
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """Holds N pairs: of each answer, [N], its log-ratio to the reference and its number of tokens.
+    """N pairs: of each answer, [N], log policy - log reference, summed over its tokens, and how many these are.
 
-    Attributes:
-        chosen, rejected: log policy - log reference, summed over the answer's tokens; log policy without a reference.
+    Without a reference it is log policy.
     """
 
     chosen: Tensor
@@ -46,7 +45,6 @@ class Pairs:
 
     @property
     def chosen_mean(self) -> Tensor:
-        """The log-ratio of the chosen answer, mean over its tokens."""
         return self.chosen / self.chosen_tokens
 
     @property
@@ -118,17 +116,15 @@ REFERENCE_FREE = ("simpo",)
 
 @dataclass(frozen=True, eq=False)
 class PairScores:
-    """Holds what is known of N pairs before an update.
+    """What is known of N pairs before an update.
 
-    Attributes:
-        slopes: [2 N], the derivative of a pair's loss in the log-probability of each of its sequences.
-        values: [N] of each metric: `loss`, without the likelihood that `sft_coef` adds; `chosen_reward` and
-            `rejected_reward`, beta times the log-ratio that the loss reads; `margin`, their difference; `accuracy`, 1
-            if it is above 0; `chosen_logprob` and `rejected_logprob` of the policy, summed over the answer's tokens.
+    The metrics are `loss`, without the likelihood that `sft_coef` adds; `chosen_reward` and `rejected_reward`, beta
+    times the log-ratio that the loss reads; `margin`, their difference; `accuracy`, 1 if it is above 0;
+    `chosen_logprob` and `rejected_logprob` of the policy, summed over the answer's tokens.
     """
 
-    slopes: Tensor
-    values: dict[str, Tensor]
+    slopes: Tensor  # [2 N], the derivative of a pair's loss in the log-probability of each of its sequences
+    values: dict[str, Tensor]  # [N] of each metric
 
     def sums(self, count: int | None = None) -> dict[str, float]:
         """Return the sum of each metric over the first `count` pairs, by default all."""
@@ -136,11 +132,9 @@ class PairScores:
 
 
 def score_pairs(batch: Batch, logprobs: Tensor, reference: Tensor | None, settings: PreferenceSettings) -> PairScores:
-    """Compute the losses of pairs and their derivatives.
+    """Compute the losses of pairs and their derivatives, without a reference if it is None.
 
-    Args:
-        batch: 2 N sequences: a pair's chosen answer, then its rejected one.
-        logprobs, reference: [2 N, T], of the policy and of the reference; None without a reference.
+    The batch has 2 N sequences: a pair's chosen answer, then its rejected one. Log-probabilities are [2 N, T].
     """
     mask = batch.response_mask.bool().to(logprobs.device)
 
@@ -170,26 +164,18 @@ def score_pairs(batch: Batch, logprobs: Tensor, reference: Tensor | None, settin
 
 @dataclass(frozen=True, eq=False)
 class PairObjective:
-    """Computes a `TokenLoss` with the gradient of the pairs' mean loss; its value is not that of the loss.
+    """Computes a `TokenLoss` with the gradient of the pairs' mean loss; its value is not that of the loss."""
 
-    Attributes:
-        weights: [2 N], of each sequence's token log-probabilities: see `token_weights`.
-    """
-
-    weights: Tensor
+    weights: Tensor  # [2 N], of each sequence's token log-probabilities: see `token_weights`
 
     def __call__(self, scored: TokenScores, rows: Rows) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute a policy's `TokenLoss`."""
         return scored.logprobs * self.weights[rows][:, None], {}
 
 
 def token_weights(slopes: Tensor, settings: PreferenceSettings, pairs: int, chosen_tokens: int, tokens: int) -> Tensor:
     """Return the weights [2 N] with which a mean over tokens has the gradient of the mean loss over pairs.
 
-    Args:
-        slopes: [2 N], of `PairScores`.
-        pairs, chosen_tokens, tokens: the numbers of pairs, of tokens of chosen answers, and of tokens of all answers,
-            over all ranks.
+    `pairs`, `chosen_tokens` and `tokens` count pairs, tokens of chosen answers, and of all answers, over all ranks.
     """
     weights = slopes / pairs
     weights[0::2] -= settings.sft_coef / chosen_tokens

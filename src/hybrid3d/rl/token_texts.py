@@ -22,9 +22,8 @@ _ADDED: WeakKeyDictionary[Any, dict[int, tuple[str, bool]]] = WeakKeyDictionary(
 def encode_part(tokenizer: Any, text: str, before: Sequence[int]) -> list[int]:
     """Return the tokens that a text adds to the tokens before it, which stay as they are.
 
-    Args:
-        before: token ids. The tokenizer sees the last one if it is an added token, behind which some tokenizers encode
-            as at the beginning of a text; otherwise only that there are some.
+    The tokenizer sees the last one of these if it is an added token, behind which some tokenizers encode as at the
+    beginning of a text; otherwise only that there are some.
     """
     if not text:
         return []
@@ -63,12 +62,11 @@ class TokenTexts:
     """The texts of single tokens, as they are within a text; special tokens have none."""
 
     def __init__(self, tokenizer: Any):
-        self._tokenizer, self._front = tokenizer, list[int]()
-        for anchor in ANCHORS:
-            front = tokenizer.encode(anchor, add_special_tokens=False)
-            if front and anchor in _decode(tokenizer, front, True):
-                self._front = front
-                break
+        self._tokenizer = tokenizer
+        fronts = ((anchor, tokenizer.encode(anchor, add_special_tokens=False)) for anchor in ANCHORS)
+        self._front: list[int] = next(
+            (ids for anchor, ids in fronts if ids and anchor in _decode(tokenizer, ids, True)), []
+        )
         self._front_text = _decode(tokenizer, self._front, True)
 
     def __len__(self) -> int:

@@ -100,12 +100,10 @@ ConversationItem = tuple[tuple[str, ...], str, str]
 
 @dataclass(frozen=True)
 class Reply:
-    """Holds an environment's reply to one conversation.
+    """An environment's reply to one conversation: a text that continues the context, or a failure with its message.
 
-    Attributes:
-        text: continues the context; None if the conversation is over, also if the call failed.
-        failure: the kind of failure, as in `Scores` (`not_a_text` instead of `not_a_number`), or "".
-        message: describes the failure, or "".
+    The text is None if the conversation is over, also if the call failed. The failure is a kind of those in `Scores`
+    (`not_a_text` instead of `not_a_number`), or "".
     """
 
     text: str | None
@@ -131,9 +129,8 @@ class EnvironmentRunner:
         # Each thread has a pool with one worker, so that no reply waits for another
         self._threads: ThreadPoolExecutor | None = None
         self._idle: SimpleQueue[ProcessPoolClient] = SimpleQueue()
-        self._singles = (
-            [] if self._function else [ProcessPoolClient(target, "reply", 1, timeout_seconds) for _ in range(workers)]
-        )
+        count = 0 if self._function else workers
+        self._singles = [ProcessPoolClient(target, "reply", 1, timeout_seconds) for _ in range(count)]
         for pool in self._singles:
             self._idle.put(pool)
 
@@ -174,7 +171,6 @@ class EnvironmentRunner:
 
 
 def completed(value: T) -> Future[T]:
-    """Return a future that has this result."""
     future: Future[T] = Future()
     future.set_result(value)
     return future
@@ -186,11 +182,7 @@ def _reply(result: CallResult) -> Reply:
 
 
 def check_environment(spec: str) -> tuple[str, ...]:
-    """Load an environment and return its stops.
-
-    Raises:
-        ValueError: it does not exist, or cannot be loaded or called; says why.
-    """
+    """Load an environment; return its stops. ValueError: it does not exist, or cannot be loaded or called; says why."""
     target = find_environment(spec)
     if spec in ENVIRONMENTS:
         return stops_of(load_function(target))

@@ -10,9 +10,10 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from itertools import groupby
 from typing import Any
 
 _NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)")
@@ -42,16 +43,9 @@ def final_text(text: str) -> str | None:
 
     `\fbox{}` is a box too. Boxes that only commas, "and" or "or" separate are one answer, joined by commas.
     """
-    boxes = list(_boxes(text))
-    if boxes:
-        joined = [boxes[-1]]
-        while len(joined) < len(boxes):
-            before = boxes[-len(joined) - 1]
-            if not _BETWEEN_BOXES.fullmatch(text, before[1], joined[0][0]):
-                break
-            joined.insert(0, before)
-        contents = [content for _, _, content in joined]
-        return ", ".join(content for n, content in enumerate(contents) if n == 0 or content != contents[n - 1])
+    if boxes := list(_boxes(text)):
+        first = _first_joined(text, [box[:2] for box in boxes])
+        return ", ".join(content for content, _ in groupby(content for *_, content in boxes[first:]))
     _, marker, tail = text.rpartition("####")
     return tail.strip() if marker else None
 
@@ -71,13 +65,18 @@ def last_formula(text: str) -> str | None:
     if not sentences:
         return None
     line = sentences[-1][-_MAX_LAST_LINE:]
-    if formulas := list(_FORMULA.finditer(line)):
-        first = len(formulas) - 1
-        while first and _BETWEEN_BOXES.fullmatch(line, formulas[first - 1].end(), formulas[first].start()):
-            first -= 1
-        return line[formulas[first].start() : formulas[-1].end()]
+    if formulas := [found.span() for found in _FORMULA.finditer(line)]:
+        return line[formulas[_first_joined(line, formulas)][0] : formulas[-1][1]]
     parts = [part.strip(" .,;:!?*_") for part in _WORDS.split(line)]
     return next((part for part in reversed(parts) if part), None)
+
+
+def _first_joined(text: str, places: Sequence[tuple[int, int]]) -> int:
+    """Return the number of the first of the last places that only commas, "and" or "or" separate."""
+    first = len(places) - 1
+    while first and _BETWEEN_BOXES.fullmatch(text, places[first - 1][1], places[first][0]):
+        first -= 1
+    return first
 
 
 def _boxes(text: str) -> Iterator[tuple[int, int, str]]:
@@ -128,29 +127,26 @@ _TARGET = re.compile(r"\w+(\.\w+)*:\w+")
 
 @dataclass(frozen=True)
 class Reward:
-    """Describes a reward.
+    """A reward and the check of its references, each a `module:function`.
 
-    Attributes:
-        target: the function, as `module:function`.
-        pooled: whether it needs the process pool. If false, it is cheap, never raises and always terminates.
-        check: a function, as `module:function`, that raises ValueError for a reference which every answer would pass,
-            or none; it takes about a millisecond and does not run the reference. "" if there is none.
+    The check raises ValueError for a reference which every answer would pass, or none; it takes about a millisecond and
+    does not run the reference. It is "" if there is none.
     """
 
     target: str
-    pooled: bool = True
+    pooled: bool = True  # whether it needs the process pool; if not, it is cheap, never raises and always terminates
     check: str = ""
 
 
 REWARDS = {
     "gsm8k": Reward("hybrid3d.scoring.functions:gsm8k", pooled=False),
-    "math": Reward("hybrid3d.scoring.math.answers:math", check="hybrid3d.scoring.math.answers:check_reference"),
-    "code": Reward("hybrid3d.scoring.code.reward:code", check="hybrid3d.scoring.code.references:check_reference"),
+    "math": Reward("hybrid3d.scoring.math.answers:math", check="hybrid3d.scoring.math.answers:read_reference"),
+    "code": Reward("hybrid3d.scoring.code.reward:code", check="hybrid3d.scoring.code.reward:check_reference"),
 }
 
 
 def find_reward(spec: str) -> Reward:
-    """Return a builtin reward by name, or a user's reward by `module:function`. ValueError: it is neither."""
+    """Return a builtin reward by name, or a user's by `module:function`. ValueError: it is neither."""
     return REWARDS[spec] if spec in REWARDS else Reward(check_target(spec, REWARDS, "reward"))
 
 

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from typing import BinaryIO
 
 from hybrid3d.process import kill_descendants_on_exit
 from hybrid3d.scoring.pool_worker import START_SECONDS, CallResult, Item, ReturnKind
@@ -27,9 +28,7 @@ _SERVER = (
 class ProcessPoolClient:
     """Calls one function, `module:function`, in `workers` processes, which start with the first call.
 
-    Args:
-        return_kind: what a call must return.
-        seconds: time limit of a call.
+    A call must return what `return_kind` says, within `seconds`.
     """
 
     def __init__(self, target: str, return_kind: ReturnKind, workers: int, seconds: float):
@@ -84,33 +83,30 @@ class ProcessPoolClient:
             self.close()  # it ended between two batches
         if self._server is None:
             client_end, server_end = multiprocessing.Pipe()
-            workers, seconds = str(self._workers), str(self._seconds)
-            arguments = [str(server_end.fileno()), self._target, self._return_kind, workers, seconds]
-            process = subprocess.Popen(
-                _command("serve", *arguments),
-                pass_fds=[server_end.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,  # discards what functions print; their stderr goes to the log
-                start_new_session=True,  # only the trainer handles Ctrl-C
-            )
+            descriptor, limits = server_end.fileno(), (str(self._workers), str(self._seconds))
+            arguments = ["serve", str(descriptor), self._target, self._return_kind, *limits]
+            self._server = _start(arguments, descriptor), client_end  # its stderr goes to the log
             server_end.close()
-            self._server = process, client_end
         return self._server
 
 
-def _command(*arguments: str) -> list[str]:
-    return [sys.executable, "-c", _SERVER, repr(sys.path), *arguments]
+def _start(arguments: Sequence[str], descriptor: int, errors: BinaryIO | None = None) -> subprocess.Popen[bytes]:
+    """Start a server, which gets this descriptor, and whose stderr is `errors` or this process's."""
+    return subprocess.Popen(
+        [sys.executable, "-c", _SERVER, repr(sys.path), *arguments],
+        pass_fds=[descriptor],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,  # discards what functions and modules print
+        stderr=errors,
+        start_new_session=True,  # only the trainer handles Ctrl-C
+    )
 
 
 def load_in_subprocess(spec: str, target: str, return_kind: ReturnKind, what: str) -> tuple[str, ...]:
-    """Load a function in a separate process, because importing a user's module runs its code.
+    """Load a function in a separate process, because importing a user's module runs its code; return its stops.
 
-    Args:
-        spec: the function as written in the recipe, for messages.
-        what: what the function is, for messages: "reward" or "environment".
-
-    Returns:
-        The function's stops; empty if it is no environment.
+    These are empty if it is no environment. Messages call it `what` ("reward" or "environment") and, as the recipe
+    does, `spec`.
 
     Raises:
         ValueError: the module or function does not exist, or cannot be loaded or called; says why.
@@ -120,15 +116,7 @@ def load_in_subprocess(spec: str, target: str, return_kind: ReturnKind, what: st
         tempfile.TemporaryFile() as errors,  # not pipes, which the process's children would keep open
         kill_descendants_on_exit(),
     ):
-        command = _command("check", target, return_kind, str(answer.fileno()))
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,  # discards what the module prints
-            stderr=errors,
-            pass_fds=[answer.fileno()],
-            start_new_session=True,
-        )
+        process = _start(["check", target, return_kind, str(answer.fileno())], answer.fileno(), errors)
         try:
             code = process.wait(START_SECONDS)
         except subprocess.TimeoutExpired:

@@ -74,11 +74,7 @@ class Pool:
         seconds: float,
         progressed: Callable[[], object] = lambda: None,
     ):
-        """
-        Args:
-            seconds: the time limit of a call.
-            progressed: called while a batch is computed, after calls of it have ended.
-        """
+        """A call may take `seconds`; `progressed` is called during a batch, after calls of it have ended."""
         self._context = WorkerContext()
         self._workers, self._start = workers, (target, return_kind, seconds)
         self._return_kind, self._seconds, self._progressed = return_kind, seconds, progressed
@@ -94,7 +90,8 @@ class Pool:
         answers: dict[int, list[CallResult]] = {}
         for _ in range(MAX_ATTEMPTS):
             if not self._pool.active:
-                self._replace_pool()
+                self.close()
+                self._pool = self._new_pool()
             futures = {
                 number: self._schedule(pool_worker.call_function, call)
                 for number, call in enumerate(calls)
@@ -117,10 +114,6 @@ class Pool:
         return ProcessPool(
             self._workers, initializer=pool_worker.initialize, initargs=self._start, context=self._context
         )
-
-    def _replace_pool(self) -> None:
-        self.close()
-        self._pool = self._new_pool()
 
     def _is_batched(self) -> bool:
         if self._batched is None:
@@ -208,12 +201,9 @@ def check(target: str, return_kind: str, answer: str) -> None:
     stops = json.dumps(stops_of(function)).encode()
     first_parameter = "answer" if return_kind == "reward" else "turns"
     try:
-        signature = inspect.signature(with_limit(function, 1.0))
+        inspect.signature(with_limit(function, 1.0)).bind(first_parameter, "reference", "prompt")
     except ValueError:  # a function in C without a signature
-        signature = None
-    try:
-        if signature is not None:
-            signature.bind(first_parameter, "reference", "prompt")
+        pass
     except TypeError as error:
         raise TypeError(
             f"{target}{inspect.signature(function)} does not take ({first_parameter}, reference, prompt): {error}"

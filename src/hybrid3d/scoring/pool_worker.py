@@ -14,12 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, SupportsFloat, cast
 
 from hybrid3d.errors import escape_control_characters, set_stream_errors
-from hybrid3d.process import (
-    adopt_orphans,
-    kill_when_parent_exits,
-    reap_orphans,
-    set_shared_memory_prefix,
-)
+from hybrid3d.process import adopt_orphans, kill_when_parent_exits, reap_orphans, set_shared_memory_prefix
 from hybrid3d.scoring.functions import LARGEST_REWARD, load_function, unusable
 
 ReturnKind = Literal["reward", "reply"]
@@ -63,7 +58,6 @@ def with_limit(function: Callable[..., Any], seconds: float) -> Callable[..., An
 
 
 def is_batched() -> bool:
-    """Return whether the function takes lists."""
     return not _load_error and bool(getattr(getattr(_function, "func", _function), "batched", False))
 
 

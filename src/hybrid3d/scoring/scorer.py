@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import numpy as np
 
 from hybrid3d.scoring.functions import find_reward, load_function, unusable
 from hybrid3d.scoring.pool_client import ProcessPoolClient, load_in_subprocess
+from hybrid3d.scoring.pool_worker import CallResult
 
 Owner = TypeVar("Owner", bound=Hashable)
 T = TypeVar("T")
@@ -21,25 +23,20 @@ NO_TOKENS = np.zeros(0, np.int32)
 
 @dataclass(frozen=True, eq=False)
 class Query:
-    """One answer to score. Tokens of another type are converted.
+    """One answer to score: texts, which functions read, and tokens (int32; others are converted), which models read.
 
-    Attributes:
-        answer, reference, prompt: texts, which functions read; the answer of an agent is that of its last branch.
-        row: of the prompt in its file; None where it is not known.
-        prompt_ids, tokens: int32, of prompt and answer, which models read.
-        prompt_number: equal for answers to one prompt, which are in a row and are scored together, as a batched
-            function may compare them.
-        given: the reward that an agent has given; None: it is to be computed.
+    Answers to one prompt have an equal `prompt_number`, are in a row and are scored together, as a batched function may
+    compare them.
     """
 
-    answer: str
+    answer: str  # of an agent, that of its last branch
     reference: str
     prompt: str
-    row: int | None = None
+    row: int | None = None  # of the prompt in its file; None where it is not known
     prompt_ids: Tokens = field(default_factory=lambda: NO_TOKENS)
     tokens: Tokens = field(default_factory=lambda: NO_TOKENS)
     prompt_number: int = 0
-    given: float | None = None
+    given: float | None = None  # the reward that an agent has given; None: it is to be computed
 
     def __post_init__(self) -> None:
         for name in ("prompt_ids", "tokens"):
@@ -53,7 +50,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Scores:
-    """Holds the rewards of a batch, and the failures.
+    """The rewards of a batch, and the failures.
 
     Attributes:
         rewards: one per answer; an answer whose reward failed has the default reward.
@@ -78,16 +75,14 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True)
 class Scorers:
-    """The scorers of a run's answers.
+    """The scorers of answers that are trained on, and of those to held-out problems.
 
-    Attributes:
-        training: of the answers that are trained on, asked beside generation; None where a reward model scores them
-            that shares the memory of the models that are trained: it is asked when experience is made.
-        held_out: of the answers to held-out problems: the function also where training has a reward model.
+    That of training is asked beside generation. It is None where a reward model scores these answers that shares the
+    memory of the models that are trained: it is asked when experience is made.
     """
 
     training: Scorer | None
-    held_out: Scorer
+    held_out: Scorer  # the function also where training has a reward model
 
 
 @dataclass(frozen=True)
@@ -97,7 +92,6 @@ class Given:
     others: Scorer
 
     def score(self, queries: Sequence[Query]) -> Scores:
-        """Return the rewards of answers, in order."""
         missing = [query for query in queries if query.given is None]
         scores = self.others.score(missing)
         computed = iter(scores.rewards)
@@ -105,16 +99,12 @@ class Given:
         return replace(scores, rewards=rewards)
 
 
-Result = tuple[float | None, str, str]
-"""A reward, the kind of its failure, or "", and a message of it."""
-
-
 def scores_of(queries: Sequence[Query], rewards: Sequence[float], default: float) -> Scores:
     """Return numbers as scores, those of a reward model; those that can be no reward have failed."""
     return scores_of_results(queries, [(reward, unusable(reward), f"{reward:g}") for reward in rewards], default)
 
 
-def scores_of_results(queries: Sequence[Query], results: Sequence[Result], default: float) -> Scores:
+def scores_of_results(queries: Sequence[Query], results: Sequence[CallResult], default: float) -> Scores:
     """Return the scores of rewards, some of which may have failed; messages name rows where they are known."""
     failed = [
         (kind, message if query.row is None else f"row {query.row}: {message}")
@@ -148,11 +138,10 @@ class FunctionScorer:
         self._default = default
 
     def score(self, queries: Sequence[Query]) -> Scores:
-        """Return the rewards of answers, in order."""
         items = [(query.answer, query.reference, query.prompt) for query in queries]
         if self._function is not None:
             return Scores([float(self._function(*item)) for item in items])
-        return scores_of_results(queries, cast("list[Result]", self._pool.call(items)), self._default)
+        return scores_of_results(queries, self._pool.call(items), self._default)
 
     def close(self) -> None:
         """End all processes; the next batch starts them again."""
@@ -180,12 +169,8 @@ def together(parts: Iterable[tuple[Sequence[int], Scores]]) -> Scores:
 
 def by_prompt(queries: Sequence[Query]) -> list[list[int]]:
     """Return the numbers of the answers to each prompt."""
-    groups: list[list[int]] = []
-    for number, query in enumerate(queries):
-        if number == 0 or query.prompt_number != queries[number - 1].prompt_number:
-            groups.append([])
-        groups[-1].append(number)
-    return groups
+    groups = groupby(range(len(queries)), key=lambda number: queries[number].prompt_number)
+    return [list(numbers) for _, numbers in groups]
 
 
 def shares_of(owners: Sequence[Owner], items: Sequence[T]) -> dict[Owner, Sequence[T]]:
@@ -204,9 +189,8 @@ def ask_all(
 
     Args:
         owners: returns those that are there now, at least one; it is called before each round.
-        prompts: of each the numbers of its answers, which one owner gets together.
+        prompts: of each the numbers of its answers, which one owner gets together; at most `most` in a round.
         ask: called with the numbers that each owner gets; what it returns lacks those that are lost.
-        most: how many prompts an owner gets in a round.
     """
     while prompts:
         present = owners()

@@ -12,8 +12,7 @@ from hybrid3d.config import Recipe
 from hybrid3d.generation.samples import RolloutBatch
 from hybrid3d.rl.kl import KlController
 from hybrid3d.rl.losses import answer_weights
-from hybrid3d.rl.objective import KlSettings, PolicyObjective, ValueObjective
-from hybrid3d.rl.policy_losses import LossSettings
+from hybrid3d.rl.objective import KlSettings, LossSettings, PolicyObjective, ValueObjective
 from hybrid3d.run.health import Guard
 from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.run.progress import Progress

@@ -34,21 +34,14 @@ class UnsendableValue(Exception):
 
 
 class Judge(Link):
-    """Sends the tests' requests to the answer's process, and counts requests and assertions.
-
-    Attributes:
-        requests: number of requests sent to the answer.
-        assertions: number of assertions that were run.
-        forfeited: whether the answer's process ended or sent an invalid message.
-        failed: whether an assertion failed in a callback, where the answer may have caught the error.
-        problem: why the reference cannot be judged, or "".
-    """
+    """Sends the tests' requests to the answer's process, and counts requests and assertions."""
 
     def __init__(self, incoming: int, outgoing: int):
         super().__init__(incoming, outgoing, self._serve_callback)
-        self.requests = self.assertions = 0
-        self.forfeited = self.failed = False
-        self.problem = ""
+        self.requests = self.assertions = 0  # requests sent to the answer, assertions that were run
+        self.forfeited = False  # whether the answer's process ended or sent an invalid message
+        self.failed = False  # whether an assertion failed in a callback, where the answer may have caught the error
+        self.problem = ""  # why the reference cannot be judged
         self._remotes: dict[int, Remote] = {}
         self._errors: dict[int, type[Exception]] = {}
         self._callables: list[Callable[..., Any]] = []
@@ -115,7 +108,6 @@ class Judge(Link):
         return value
 
     def count(self, value: Any) -> Any:
-        """Count an assertion and return its value unchanged."""
         self.assertions += 1
         return value
 
@@ -160,10 +152,10 @@ class Judge(Link):
             raise Forfeit("the value has an invalid format")
         # `except` with a class that the answer supplies must not catch a failed assertion, and raising such a class
         # must not end the tests (SystemExit) or one of their loops (StopIteration).
-        leaves = issubclass(kind, LOOP_ENDING_ERRORS) or (
+        ends = issubclass(kind, LOOP_ENDING_ERRORS) or (
             issubclass(kind, BaseException) and not issubclass(kind, Exception)
         )
-        return _UncatchableError if leaves or kind in (Exception, AssertionError) else kind
+        return _UncatchableError if ends or kind in (Exception, AssertionError) else kind
 
     def _error_class(self, kinds: list[Any]) -> type[Exception]:
         """Return the error class for an encoded method resolution order, the most derived class first."""
@@ -171,12 +163,8 @@ class Judge(Link):
         for kind in reversed(kinds):
             if isinstance(kind, str):
                 builtin = vars(builtins).get(kind)
-                if (
-                    isinstance(builtin, type)
-                    and issubclass(builtin, error_class)
-                    and not issubclass(builtin, LOOP_ENDING_ERRORS)
-                ):
-                    error_class = builtin
+                if isinstance(builtin, type) and issubclass(builtin, error_class):
+                    error_class = error_class if issubclass(builtin, LOOP_ENDING_ERRORS) else builtin
                 continue
             number, name, module = kind
             if number not in self._errors:
@@ -251,6 +239,10 @@ class _RemoteStopIteration(RuntimeError):
     """Replaces a StopIteration that the answer raised, which would silently end a loop of the tests."""
 
 
+def _forwarded(operation: str) -> Callable[..., Any]:
+    return lambda self, *arguments: self.remote_judge.request(operation, self, *arguments)
+
+
 # A proxy of an object in the answer's process. Calls, indexing, iteration and attribute access are requests. It is true
 # unless its class defines `__bool__` or `__len__`: then its truth value is an error. Comparing it is always an error,
 # because the answer would decide the verdict. This is a comment because `__doc__` is forwarded to the answer.
@@ -271,29 +263,14 @@ class Remote:
             raise AttributeError(name)
         return self.remote_judge.request("get", self, name)
 
-    def __setattr__(self, name: str, value: object) -> None:
-        self.remote_judge.request("set", self, name, value)
-
-    def __getitem__(self, key: object) -> Any:
-        return self.remote_judge.request("item", self, key)
-
-    def __setitem__(self, key: object, value: object) -> None:
-        self.remote_judge.request("put", self, key, value)
-
-    def __delitem__(self, key: object) -> None:
-        self.remote_judge.request("delete", self, key)
-
-    def __len__(self) -> int:
-        return self.remote_judge.request("len", self)  # type: ignore[no-any-return]  # len() checks it
-
-    def __str__(self) -> str:
-        return self.remote_judge.request("str", self)  # type: ignore[no-any-return]  # str() checks it
-
-    def __repr__(self) -> str:
-        return self.remote_judge.request("repr", self)  # type: ignore[no-any-return]  # repr() checks it
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.remote_judge.request("iter", self)  # type: ignore[no-any-return]  # iter() checks it
+    __setattr__ = _forwarded("set")
+    __getitem__ = _forwarded("item")
+    __setitem__ = _forwarded("put")
+    __delitem__ = _forwarded("delete")
+    __len__ = _forwarded("len")
+    __str__ = _forwarded("str")
+    __repr__ = _forwarded("repr")
+    __iter__ = _forwarded("iter")
 
     def __next__(self) -> Any:
         try:
@@ -315,7 +292,6 @@ class Remote:
 
 
 def main(orders: dict[str, Any]) -> None:
-    """Run the tests and report the verdict."""
     judge = Judge(orders["incoming"], orders["outgoing"])
     try:
         run(judge, orders["tests"])
@@ -346,8 +322,9 @@ def run(judge: Judge, tests: dict[str, Any]) -> None:
             names[name] = judge.look_up(name_in_answer)
         except Exception:  # the tests raise a NameError where they use it
             continue
-    for name in ANSWER_MODULES:
-        sys.modules[name] = _AnswerModule(judge, name)
+    for name in ANSWER_MODULES:  # as in `from solution import add`
+        answer = sys.modules[name] = types.ModuleType(name)
+        vars(answer)["__getattr__"] = judge.look_up
     uses_unittest = any("unittest" in source for source in tests["sources"])
     if uses_unittest:
         _count_unittest(judge)
@@ -358,14 +335,6 @@ def run(judge: Judge, tests: dict[str, Any]) -> None:
         names[name]()
     if uses_unittest:
         _run_unittest(module)
-
-
-class _AnswerModule(types.ModuleType):
-    """The module that the tests import the answer as, for example in `from solution import add`."""
-
-    def __init__(self, judge: Judge, name: str):
-        super().__init__(name)
-        self.__dict__["__getattr__"] = judge.look_up
 
 
 def _count_unittest(judge: Judge) -> None:

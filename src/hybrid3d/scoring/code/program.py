@@ -12,7 +12,7 @@ import sys
 import types
 from collections.abc import Callable
 
-from hybrid3d.scoring.code.remote_values import Decoder, Encoder, Link, find_builtin, is_plain
+from hybrid3d.scoring.code.remote_values import PLAIN_TYPES, Decoder, Encoder, Link, find_builtin
 
 TYPE_CHECKING = False  # as typing's, which takes 7 ms to import: a fifth of what this process needs to start
 if TYPE_CHECKING:
@@ -62,11 +62,9 @@ class Answerer(Link):
         try:
             target, *rest = decoder.decode(arguments)
             keywords = {name: decoder.decode(value) for name, value in named.items()}
-            if operation == "name":
-                value = getattr(self._program, target)
-            else:
-                value = OPERATIONS[operation](target, *rest, **keywords)
-            is_new = operation == "call" and isinstance(target, type) and not is_plain(value)
+            is_name = operation == "name"
+            value = getattr(self._program, target) if is_name else OPERATIONS[operation](target, *rest, **keywords)
+            is_new = operation == "call" and isinstance(target, type) and type(value) not in PLAIN_TYPES
             encoded = self._describe(value) if is_new else Encoder(self._describe).encode(value)
             after: list[Any] = []
             if in_place or value is None:
@@ -82,7 +80,6 @@ class Answerer(Link):
             return ["error", kinds, contents, self.take_printed()]
 
     def take_printed(self) -> str:
-        """Return what was printed since the last call."""
         text = self._printed.getvalue().decode(errors="replace")
         self._printed.seek(0)
         self._printed.truncate()

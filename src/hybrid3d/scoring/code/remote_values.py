@@ -37,7 +37,7 @@ VALUES: dict[str, tuple[str, Callable[[Any], tuple[object, ...]]]] = {
     ),
     "timedelta": ("datetime", lambda value: (value.days, value.seconds, value.microseconds)),
 }
-_PLAIN_TYPES = (type(None), bool, int, float, str, bytes, *CONTAINERS)
+PLAIN_TYPES = (type(None), bool, int, float, str, bytes, *CONTAINERS)  # whose instances are sent as values
 
 
 class Forfeit(BaseException):
@@ -48,11 +48,7 @@ class Encoder:
     """Encodes values for JSON.
 
     Mutable containers are numbered in the order in which they occur, so that shared and recursive containers are
-    rebuilt as such.
-
-    Args:
-        other: encodes a value that is not plain.
-        containers: containers that both sides have already numbered.
+    rebuilt as such; `containers` have been numbered already. `other` encodes a value that is not plain.
     """
 
     def __init__(self, other: Callable[[object], list[Any]], containers: Sequence[object] = ()):
@@ -110,17 +106,10 @@ def _plain(value: Any, base: type) -> Any:
     return base(base.__iter__(value)) if base is not bytes else bytes(memoryview(value))  # type: ignore[attr-defined]
 
 
-def is_plain(value: object) -> bool:
-    """Return whether the type of a value is exactly one that is sent as a value."""
-    return type(value) in _PLAIN_TYPES
-
-
 class Decoder:
     """Decodes what an `Encoder` has encoded; anything else is a Forfeit.
 
-    Args:
-        other: decodes a value that is not plain, from its tag and contents.
-        containers: containers that both sides have already numbered.
+    `other` decodes a value that is not plain, from its tag and contents; `containers` have been numbered already.
     """
 
     def __init__(self, other: Callable[[str, list[Any]], object], containers: Sequence[Any] = ()):
@@ -132,9 +121,8 @@ class Decoder:
             return encoded
         if type(encoded) is not list or not encoded or type(encoded[0]) is not str or depth > MAX_DEPTH:
             raise Forfeit("the value has an invalid format")
-        tag, inner = encoded[0], encoded[1:]
         try:
-            return self._decode_tagged(tag, inner, depth)
+            return self._decode_tagged(encoded[0], encoded[1:], depth)
         except Exception as error:
             raise Forfeit(f"the value has an invalid format: {error}") from None
 
@@ -220,13 +208,10 @@ def take_all(iterator: Iterator[object]) -> list[object]:
 
 
 class Link:
-    """Sends and receives messages at one end of the pipes.
+    """Sends and receives messages at one end of the pipes, whose file descriptors it gets.
 
-    A message is its length in 4 bytes, big-endian, and JSON: `["?", ...]` is a request, `["!", ...]` a reply.
-
-    Args:
-        incoming, outgoing: file descriptors of the pipes.
-        serve: handles a request of the other side, also while this side waits for a reply; returns the reply.
+    A message is its length in 4 bytes, big-endian, and JSON: `["?", ...]` is a request, `["!", ...]` a reply. `serve`
+    returns the reply to a request of the other side, also while this side waits for a reply.
     """
 
     def __init__(self, incoming: int, outgoing: int, serve: Callable[[list[Any]], list[Any]]):

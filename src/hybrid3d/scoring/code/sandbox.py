@@ -19,13 +19,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from hybrid3d.scoring.code import judge as code_judge
 from hybrid3d.scoring.code import program as code_program
-from hybrid3d.scoring.code.references import Tests
 
 OUTPUT_BYTES = 2**20  # that a program may print
 # Limits besides CPU seconds: address space and file sizes in bytes, open files, processes, bytes of a core dump.
@@ -38,29 +38,27 @@ _PACKAGE = Path(__file__).resolve().parents[3]
 
 @dataclass(frozen=True)
 class Outcome:
-    """Holds the result of a program.
-
-    Attributes:
-        finished: whether it ended by itself, with exit code 0, within all limits.
-        output: what it printed.
-        confined_by: what confined it besides the limits: `seccomp`, `landlock`.
-    """
+    """The result of a program, which has finished if it ended by itself, with exit code 0, within all limits."""
 
     finished: bool
     output: bytes
-    confined_by: tuple[str, ...]
+    confined_by: tuple[str, ...]  # besides the limits: seccomp, landlock
+
+
+@dataclass(frozen=True)
+class Tests:
+    """Tests in Python, as the judge runs them."""
+
+    sources: tuple[str, ...]  # run in order in one namespace
+    names: Mapping[str, str]  # names in the tests for what the answer defines, and the answer's names for the same
+    modules: tuple[str, ...] = ()  # of the standard library, which the tests use without importing them
+    library_names: Mapping[str, str] | None = None  # names used without an import, and their standard library modules
+    functions: tuple[str, ...] = ()  # called at the end without arguments, as pytest would
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Holds the judge's report on an answer.
-
-    Attributes:
-        passed: whether all tests ran and none failed.
-        assertions: number of assertions that were run.
-        requests: number of requests sent to the answer.
-        problem: why the reference cannot be judged, or "".
-    """
+    """The judge's report on an answer, which has passed if all tests ran and none failed; the rest is as in `Judge`."""
 
     passed: bool
     assertions: int = 0
@@ -70,13 +68,13 @@ class Verdict:
 
 def run(program: str, *, stdin: str = "", seconds: float) -> Outcome:
     """Run the source of a program with this standard input."""
-    with _Child({"role": "program", "program": program}, seconds, stdin=stdin, prints=True) as child:
-        printed = cast(BinaryIO, child.process.stdout).fileno()
+    with _child({"role": "program", "program": program}, seconds, stdin=stdin, prints=True) as (process, report):
+        printed = cast(BinaryIO, process.stdout).fileno()
         deadline = time.monotonic() + seconds
-        closed, parts = _read_until(deadline, printed, child.report)
-        finished = closed and child.ended(deadline)
-    finished = finished and child.process.returncode == 0
-    confined_by = parts[child.report].partition(b"\n")[0]
+        closed, parts = _read_until(deadline, printed, report)
+        finished = closed and _ends(process, deadline)
+    finished = finished and process.returncode == 0
+    confined_by = parts[report].partition(b"\n")[0]
     return Outcome(finished, parts[printed], tuple(confined_by.decode(errors="replace").split()))
 
 
@@ -93,62 +91,54 @@ def judge(program: str, tests: Tests, *, seconds: float) -> Verdict:
         try:
             orders: dict[str, Any] = {"role": code_program.__name__, "program": program}
             orders |= {"incoming": requests_read, "outgoing": replies_write}
-            children.enter_context(_Child(orders, seconds, pipes=(requests_read, replies_write)))
+            children.enter_context(_child(orders, seconds, pipes=(requests_read, replies_write)))
             orders = {"role": code_judge.__name__, "tests": asdict(tests)}
             orders |= {"incoming": replies_read, "outgoing": requests_write}
-            child = children.enter_context(_Child(orders, seconds, pipes=(replies_read, requests_write)))
+            _, report = children.enter_context(_child(orders, seconds, pipes=(replies_read, requests_write)))
         finally:
             for descriptor in (requests_read, requests_write, replies_read, replies_write):
                 os.close(descriptor)
-        closed, parts = _read_until(deadline, child.report)
-    verdict = parts[child.report].partition(b"\n")[2]
+        closed, parts = _read_until(deadline, report)
+    verdict = parts[report].partition(b"\n")[2]
     return Verdict(**json.loads(verdict)) if closed and verdict else Verdict(passed=False)
 
 
-class _Child:
-    """A context manager for a process in the sandbox, which is killed at the end with all processes that it started."""
+@contextlib.contextmanager
+def _child(
+    orders: dict[str, Any], seconds: float, *, stdin: str = "", prints: bool = False, pipes: tuple[int, ...] = ()
+) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """Yield a process in the sandbox and the descriptor of its report; kill it at the end with all that it started."""
+    report, report_end = os.pipe()
+    orders = orders | {
+        "report": report_end,
+        "package": str(_PACKAGE),
+        "parent": os.getpid(),
+        "limits": LIMITS | {"CPU": math.ceil(seconds) + 1},
+    }
+    try:
+        with _temporary_file(json.dumps(orders)) as orders_file, _temporary_file(stdin) as stdin_file:
+            process = _start(orders_file, stdin_file, prints, (report_end, *pipes))
+    except BaseException:
+        os.close(report)
+        raise
+    finally:
+        os.close(report_end)
+    try:
+        yield process, report
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)  # its process id cannot be reused before the wait
+        process.wait()
+        os.close(report)
+        if process.stdout is not None:
+            process.stdout.close()
 
-    def __init__(
-        self,
-        orders: dict[str, Any],
-        seconds: float,
-        *,
-        stdin: str = "",
-        prints: bool = False,
-        pipes: tuple[int, ...] = (),
-    ):
-        self.report, report_end = os.pipe()
-        orders = orders | {
-            "report": report_end,
-            "package": str(_PACKAGE),
-            "parent": os.getpid(),
-            "limits": LIMITS | {"CPU": math.ceil(seconds) + 1},
-        }
-        try:
-            with _temporary_file(json.dumps(orders)) as orders_file, _temporary_file(stdin) as stdin_file:
-                self.process = _start(orders_file, stdin_file, prints, (report_end, *pipes))
-        except BaseException:
-            os.close(self.report)
-            raise
-        finally:
-            os.close(report_end)
 
-    def __enter__(self) -> _Child:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.killpg(self.process.pid, signal.SIGKILL)  # its process id cannot be reused before the wait
-        self.process.wait()
-        os.close(self.report)
-        if self.process.stdout is not None:
-            self.process.stdout.close()
-
-    def ended(self, deadline: float) -> bool:
-        """Wait until the process ends or the deadline; returns whether it has ended."""
-        options = os.WEXITED | os.WNOWAIT | os.WNOHANG
-        while (ended := os.waitid(os.P_PID, self.process.pid, options)) is None and time.monotonic() < deadline:
-            time.sleep(0.001)
-        return ended is not None
+def _ends(process: subprocess.Popen[bytes], deadline: float) -> bool:
+    """Wait until a process ends or the deadline; returns whether it has ended."""
+    options = os.WEXITED | os.WNOWAIT | os.WNOHANG
+    while (ended := os.waitid(os.P_PID, process.pid, options)) is None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return ended is not None
 
 
 def _temporary_file(text: str) -> BinaryIO:

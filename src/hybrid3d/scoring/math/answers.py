@@ -31,16 +31,10 @@ def math(answer: str, reference: str, prompt: str = "") -> float:
         return 0.0
 
 
-def check_reference(reference: str) -> None:
-    """Check that a reference can be read. ValueError: it cannot; says why."""
-    read_reference(reference)
-
-
 def read_reference(reference: str) -> list[Value]:
-    """Return what a reference may mean, which may be a whole solution or a bare formula.
+    """Return what a reference, a whole solution or a bare formula, may mean.
 
-    Raises:
-        ValueError: it has no mathematical expression, and is no text of a few words.
+    ValueError: it has no mathematical expression, and is no text of a few words.
     """
     final = final_text(reference)
     formula = (reference if final is None else final).strip()

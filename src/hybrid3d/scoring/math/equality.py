@@ -230,22 +230,17 @@ def _ratios_equal(first: Value, second: Value) -> bool:
 def _as_quotient(value: Value) -> Expression | None:
     """Return 3:2 as 3/2."""
     if isinstance(value, Ratio):
-        upper, lower = value.parts[0], value.parts[-1]
-        if len(value.parts) == 2 and isinstance(upper, Expression) and isinstance(lower, Expression):
-            return None if lower.value.is_zero else Expression(upper.value / lower.value)
-        return None
+        upper, lower = value.parts[0].value, value.parts[-1].value
+        return Expression(upper / lower) if len(value.parts) == 2 and not lower.is_zero else None
     return value if isinstance(value, Expression) else None
 
 
 def _relations_equal(first: Relation, second: Relation) -> bool:
     """Return whether each relation of one is one of the other's, up to a factor: 2 y = 4 x is y = 2 x."""
     left, right = list(_differences(first)), list(_differences(second))
-    if len(left) != len(right):
+    if len(left) != len(right) or len(right) > 3:
         return False
-    for orders in itertools.permutations(right) if len(right) < 4 else ():
-        if all(_same_difference(one, other) for one, other in zip(left, orders, strict=True)):
-            return True
-    return False
+    return any(all(map(_same_difference, left, order)) for order in itertools.permutations(right))
 
 
 def _differences(relation: Relation) -> Iterable[tuple[str, Any]]:
@@ -272,7 +267,8 @@ def _same_difference(first: tuple[str, Any], second: tuple[str, Any]) -> bool:
 
 def _sets_equal(first: Value, second: Value) -> bool:
     """Return whether two values are the same set of real numbers, or sets that are written in the same way."""
-    if isinstance(first, RealSet) and isinstance(second, RealSet) and _written_alike(first, second):
+    written = [value for value in (first, second) if isinstance(value, RealSet)]
+    if len(written) == 2 and written[0].operation == written[1].operation and _all_equal(*(w.parts for w in written)):
         return True
     sets = [as_set(value) for value in (first, second)]
     if sets[0] is None or sets[1] is None:
@@ -286,10 +282,6 @@ def _sets_equal(first: Value, second: Value) -> bool:
         one[2:] == other[2:] and _values_equal(one[0], other[0]) and _values_equal(one[1], other[1])
         for one, other in zip(pieces[0], pieces[1], strict=True)
     )
-
-
-def _written_alike(first: RealSet, second: RealSet) -> bool:
-    return first.operation == second.operation and _all_equal(first.parts, second.parts)
 
 
 def _pieces(found: Any) -> list[tuple[Any, Any, bool, bool]] | None:

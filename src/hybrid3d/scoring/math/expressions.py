@@ -1,4 +1,7 @@
-"""Reads tokens of a formula as sympy's expressions, all of them or none."""
+"""Reads tokens of a formula as sympy's expressions, all of them or none.
+
+Arithmetic is refused where it is undefined, or would take long or much memory.
+"""
 
 from __future__ import annotations
 
@@ -7,40 +10,23 @@ from typing import Any
 
 import sympy
 
-from hybrid3d.scoring.math import operations as operations
 from hybrid3d.scoring.math.latex_tokens import FUNCTIONS, GREEK, ORDINALS, Malformed, Token, Unreadable, literal
 
 DEGREE, PERCENT = sympy.Symbol("°"), sympy.Symbol("%")
 """Factors that stand for the signs after a number."""
 
+MAX_DIGITS = 1000  # of a number
+MAX_POWER = 10_000  # exponent of what is no number, and digits of a power of numbers
+MAX_FACTORIAL = 2000
 MAX_COMPARED = 8  # formulas of which the greatest or the least is taken
 MAX_DEPTH = 40  # parentheses and braces within each other
-_NAMED = {
-    "sqrt",
-    "frac",
-    "binom",
-    "overline",
-    "bar",
-    "dot",
-    "hat",
-    "vec",
-    "tilde",
-    "widehat",
-    "overrightarrow",
-    "boxed",
-}
-_ACCENTS = _NAMED - {"sqrt", "frac", "binom", "boxed"}
+_ACCENTS = set("overline bar dot hat vec tilde widehat overrightarrow".split())
 _PAIRS = {"(": ")", "[": "]", "{": "}"}
 _COMMAND_PAIRS = {"lfloor": "rfloor", "lceil": "rceil"}
-_PRODUCT = {"*", "/"}
 
 
 class ExpressionReader:
-    """Reads an expression from tokens, and stops at what cannot belong to it: a relation, a comma, a word.
-
-    Attributes:
-        position: the number of tokens that have been read.
-    """
+    """Reads an expression from tokens, and stops at what cannot belong to it: a relation, a comma, a word."""
 
     def __init__(self, tokens: Sequence[Token]):
         self._tokens = list(tokens)
@@ -57,24 +43,23 @@ class ExpressionReader:
         while self._next_is("+", "-"):
             total = total + self._signed_product()
         self._depth -= 1
-        return operations.checked(total)
+        return checked(total)
 
     @property
     def rest(self) -> list[Token]:
-        """The tokens that have not been read."""
         return self._tokens[self.position :]
 
     def _peek(self, ahead: int = 0) -> Token | None:
         place = self.position + ahead
         return self._tokens[place] if place < len(self._tokens) else None
 
-    def _next_is(self, *symbols: str) -> bool:
+    def _next_is(self, *texts: str, kind: str = "symbol") -> bool:
         token = self._peek()
-        return token is not None and token.kind == "symbol" and token.text in symbols
+        return token is not None and token.kind == kind and token.text in texts
 
-    def _next_command(self, *names: str) -> bool:
-        token = self._peek()
-        return token is not None and token.kind == "command" and token.text in names
+    def _take_if(self, *texts: str, kind: str = "symbol") -> str:
+        """Take the next token if it is one of these, and return its text; "" if it is none of them."""
+        return self._take().text if self._next_is(*texts, kind=kind) else ""
 
     def _take(self) -> Token:
         token = self._peek()
@@ -90,45 +75,38 @@ class ExpressionReader:
 
     def _signed_product(self) -> Any:
         sign = 1
-        while self._next_is("+", "-"):
-            sign *= -1 if self._take().text == "-" else 1
+        while taken := self._take_if("+", "-"):
+            sign *= -1 if taken == "-" else 1
         return sign * self._product()
 
     def _product(self) -> Any:
         result = self._mixed_number() or self._factor()
         while True:
-            if self._next_is(*_PRODUCT):
-                operator = self._take().text
+            if operator := self._take_if("*", "/"):
                 factor = self._signed_factor()
-                result = operations.checked(result * factor if operator == "*" else operations.quotient(result, factor))
+                result = checked(result * factor if operator == "*" else _quotient(result, factor))
             elif self._starts_factor():
-                result = operations.checked(result * self._factor())
+                result = checked(result * self._factor())
             else:
                 return result
 
     def _signed_factor(self) -> Any:
-        return -self._signed_factor() if self._next_is("-") and self._take() else self._factor()
+        return -self._signed_factor() if self._take_if("-") else self._factor()
 
     def _mixed_number(self) -> Any:
         r"""Return the number at `1\frac{1}{2}` or `1 1/2`; None if none stands here."""
-        digits = [token.text for token in self._tokens[self.position : self.position + 4]]
-        if len(digits) == 4 and digits[2] == "/" and all(text.isdigit() for text in (*digits[:2], digits[3])):
-            start, self.position = self.position, self.position + 4
-            if 0 < int(digits[1]) < int(digits[3]) and not self._next_is("^", "!", "/") and not self._starts_factor():
-                return operations.number(digits[0]) + operations.number(digits[1]) / operations.number(digits[3])
+        start, texts = self.position, [token.text for token in self.rest[:4]]
+        if len(texts) == 4 and texts[2] == "/" and all(text.isdigit() for text in (*texts[:2], texts[3])):
+            self.position += 4
+            if 0 < int(texts[1]) < int(texts[3]) and not self._next_is("^", "!", "/") and not self._starts_factor():
+                return _number(texts[0]) + _number(texts[1]) / _number(texts[3])
             self.position = start
-        start = self.position
-        whole, fraction = self._peek(), self._peek(1)
-        if (
-            whole is None
-            or not whole.text.isdigit()
-            or fraction != Token("command", "frac", bool(fraction and fraction.spaced))
-        ):
+        if texts[1:2] != ["frac"] or self.rest[1].kind != "command" or not texts[0].isdigit():
             return None
         self.position += 2
         upper, lower = self._argument(digit=True), self._argument(digit=True)
         if upper.is_Integer and lower.is_Integer and 0 < upper < lower and not self._next_is("^"):
-            return operations.number(whole.text) + upper / lower
+            return _number(texts[0]) + upper / lower
         self.position = start
         return None
 
@@ -137,23 +115,17 @@ class ExpressionReader:
 
         A number does not: what `4 5` or `x2` means nobody can say.
         """
-        token = self._peek()
+        token, after = self._peek(), self._peek(1)
         if token is None or token.kind == "number":
             return False
-        if token.kind == "word":
-            return token.text in ("e", "i") and self._word_is_constant()
+        if token.kind == "word":  # a constant, which other words beside it would make a part of a text
+            return token.text in ("e", "i") and (after is None or after.kind != "word")
         if token.kind == "symbol" and token.text == "{":
-            after = self._peek(1)
             return after is not None and after.kind != "number"
         if token.kind == "symbol":
             return token.text in ("(", "[") or (token.text == "|" and not self._in_bars)
-        names = FUNCTIONS | GREEK | (_NAMED - {"boxed"}) | _COMMAND_PAIRS.keys() | {"infty", "pi"}
+        names = FUNCTIONS | GREEK | _ACCENTS | _COMMAND_PAIRS.keys() | {"sqrt", "frac", "binom", "infty", "pi"}
         return token.kind == "letter" or token.text in names
-
-    def _word_is_constant(self) -> bool:
-        """Return whether the next word, e or i, is a constant: other words beside it would make it a part of a text."""
-        after = self._peek(1)
-        return after is None or after.kind != "word"
 
     def _factor(self) -> Any:
         base, has_power = self._atom(), False
@@ -162,16 +134,13 @@ class ExpressionReader:
                 if has_power:
                     raise Unreadable("a power of a power without parentheses")
                 base, has_power = self._raised(base), True
-            elif self._next_is("!"):
-                self._take()
-                base = operations.factorial(base)
+            elif self._take_if("!"):
+                base = _factorial(base)
                 if self._next_is("!"):
                     raise Unreadable("a double factorial")
-            elif self._next_is("%"):
-                self._take()
+            elif self._take_if("%"):
                 base = base * PERCENT
-            elif self._next_command("circ"):
-                self._take()
+            elif self._take_if("circ", kind="command"):
                 base = base * DEGREE
             else:
                 return base
@@ -190,24 +159,20 @@ class ExpressionReader:
 
     def _raised(self, base: Any) -> Any:
         self._take()
-        if self._next_command("circ"):
-            self._take()
+        if self._take_if("circ", kind="command"):
             return base * DEGREE
-        group = [token.text for token in self._tokens[self.position : self.position + 3]]
-        if group == ["{", "circ", "}"]:
+        if [token.text for token in self.rest[:3]] == ["{", "circ", "}"]:
             self.position += 3
             return base * DEGREE
-        if self._next_is("-", "+"):  # a sign without braces, as in 10^-3
-            return operations.power(base, -self._atom() if self._take().text == "-" else self._atom())
-        return operations.power(base, self._atom())
+        if sign := self._take_if("-", "+"):  # without braces, as in 10^-3
+            return _power(base, -self._atom() if sign == "-" else self._atom())
+        return _power(base, self._atom())
 
     def _atom(self) -> Any:
         token = self._take()
         if token.kind == "number":
             return self._decimal(token)
-        if token.kind == "letter":
-            return self._symbol(token.text)
-        if token.kind == "word" and len(token.text) == 1:
+        if token.kind == "letter" or (token.kind == "word" and len(token.text) == 1):
             return self._symbol(token.text)
         if token.kind == "symbol" and token.text in _PAIRS:
             return self._inside(_PAIRS[token.text])
@@ -224,21 +189,20 @@ class ExpressionReader:
     def _inside(self, closes: str, kind: str = "symbol") -> Any:
         outside, self._in_bars = self._in_bars, False
         inside = self.read()
-        if self._next_command("choose") and self._take():
-            inside = operations.binomial(inside, self.read())
+        if self._take_if("choose", kind="command"):
+            inside = _binomial(inside, self.read())
         self._in_bars = outside
         self._expect(closes, kind)
         return inside
 
     def _decimal(self, token: Token) -> Any:
         r"""Return a number, whose last digits may repeat, as in `0.1\overline{6}`."""
-        if "." in token.text and self._next_command("overline", "bar", "dot"):
-            self._take()
+        if "." in token.text and self._take_if("overline", "bar", "dot", kind="command"):
             repeated = self._digits()
             places = len(token.text) - token.text.index(".") - 1
             period = sympy.Rational(int(repeated), 10 ** len(repeated) - 1)
-            return operations.number(token.text + "0") + period / 10**places
-        return self._scientific(token) or operations.number(token.text)
+            return _number(token.text + "0") + period / 10**places
+        return self._scientific(token) or _number(token.text)
 
     def _scientific(self, token: Token) -> Any:
         """Return the number at `3e8` or `3E-8`; None if none stands here. 2e-3 is 2 e - 3."""
@@ -251,12 +215,12 @@ class ExpressionReader:
         if not digits.text.isdigit() or len(digits.text) > 3:
             return None
         self.position += used
-        return operations.number(token.text) * sympy.Integer(10) ** int(sign + digits.text)
+        return _number(token.text) * sympy.Integer(10) ** int(sign + digits.text)
 
     def _digits(self) -> str:
-        braced = self._next_is("{") and bool(self._take())
+        braced = self._take_if("{")
         token = self._take()
-        if not token.text.isdigit() or len(token.text) > operations.MAX_DIGITS:
+        if not token.text.isdigit() or len(token.text) > MAX_DIGITS:
             raise Unreadable(f"{token.text!r} stands where digits are expected")
         if braced:
             self._expect("}")
@@ -264,35 +228,31 @@ class ExpressionReader:
 
     def _symbol(self, name: str) -> Any:
         """Return a symbol with its subscript and primes, the constant e or i, or a function's value."""
-        if self._next_is("_"):
-            self._take()
+        if self._take_if("_"):
             name += f"_{self._raw_argument()}"
-        while self._next_is("'"):
-            name += self._take().text
+        while prime := self._take_if("'"):
+            name += prime
         if name in ("e", "i"):
             return sympy.E if name == "e" else sympy.I
-        if name[0] in "fgh" and len(name) < 3 and self._next_is("("):
-            self._take()
-            arguments = [self.read()]
-            while self._next_is(",") and self._take():
-                arguments.append(self.read())
-            self._expect(")")
-            return sympy.Function(name)(*arguments)
+        if name[0] in "fgh" and len(name) < 3 and self._take_if("("):
+            return sympy.Function(name)(*self._arguments())
         return sympy.Symbol(name, real=True)
 
+    def _arguments(self) -> list[Any]:
+        """Read expressions between commas, and the parenthesis that closes behind them."""
+        values = [self.read()]
+        while self._take_if(","):
+            values.append(self.read())
+        self._expect(")")
+        return values
+
     def _command(self, name: str) -> Any:
-        if name == "frac":
-            upper = self._argument(digit=True)
-            return operations.quotient(upper, self._argument(digit=True))
+        if name in ("frac", "binom"):
+            upper, lower = self._argument(digit=True), self._argument(digit=True)
+            return _quotient(upper, lower) if name == "frac" else _binomial(upper, lower)
         if name == "sqrt":
-            index: Any = sympy.Integer(2)
-            if self._next_is("["):
-                self._take()
-                index = self._inside("]")
-            return operations.power(self._argument(), operations.quotient(sympy.Integer(1), index))
-        if name == "binom":
-            upper = self._argument(digit=True)
-            return operations.binomial(upper, self._argument(digit=True))
+            index = self._inside("]") if self._take_if("[") else sympy.Integer(2)
+            return _power(self._argument(), _quotient(sympy.Integer(1), index))
         if name == "boxed":
             return self._argument()
         if name == "infty":
@@ -314,10 +274,9 @@ class ExpressionReader:
         """Read what stands in braces, or the next atom; of a number the first digit, where TeX would take that."""
         token = self._peek()
         if digit and token is not None and token.kind == "number" and len(token.text) > 1:
-            self._tokens[self.position : self.position + 1] = [
-                Token("number", token.text[0]),
-                *([Token("number", token.text[1:])] if token.text[1:].isdigit() else [Token("symbol", token.text[1:])]),
-            ]
+            first, others = token.text[0], token.text[1:]
+            parts = [Token("number", first), Token("number" if others.isdigit() else "symbol", others)]
+            self._tokens[self.position : self.position + 1] = parts
         return self._atom()
 
     def _raw_argument(self) -> str:
@@ -338,35 +297,32 @@ class ExpressionReader:
         return literal(inside).strip().replace("<", "").replace(">", "")
 
     def _function(self, name: str) -> Any:
-        base, power = None, None
-        while self._next_is("^", "_"):
-            if self._take().text == "_":
+        base, exponent = None, None
+        while taken := self._take_if("^", "_"):
+            if taken == "_":
                 base = self._atom()
             else:
-                power = -self._atom() if self._next_is("-") and self._take() else self._atom()
+                exponent = -self._atom() if self._take_if("-") else self._atom()
         if name in ("gcd", "lcm", "max", "min"):
             value = self._of_several(name)
         else:
             argument = self._function_argument().subs(DEGREE, sympy.pi / 180)
-            if power == -1:
-                name, power = f"arc{name}", None
-            value = operations.apply(name, argument, base)
-        return value if power is None else operations.power(value, power)
+            if exponent == -1:
+                name, exponent = f"arc{name}", None
+            value = _apply(name, argument, base)
+        return value if exponent is None else _power(value, exponent)
 
     def _function_argument(self) -> Any:
-        if self._next_is("(", "["):
-            return self._inside(_PAIRS[self._take().text])
+        if opens := self._take_if("(", "["):
+            return self._inside(_PAIRS[opens])
         result = self._signed_factor()
-        while self._starts_factor() and not self._next_command(*FUNCTIONS):
+        while self._starts_factor() and not self._next_is(*FUNCTIONS, kind="command"):
             result = result * self._factor()
         return result
 
     def _of_several(self, name: str) -> Any:
         self._expect("(")
-        values = [self.read()]
-        while self._next_is(",") and self._take():
-            values.append(self.read())
-        self._expect(")")
+        values = self._arguments()
         functions: dict[str, Callable[..., Any]] = {"max": sympy.Max, "min": sympy.Min}
         if name in functions:
             if not all(value.is_Rational for value in values) and (
@@ -378,3 +334,59 @@ class ExpressionReader:
         if len(values) < 2 or not all(value.is_Integer for value in values):
             raise Unreadable(f"{name} of what are no integers")
         return sympy.Integer((sympy.igcd if name == "gcd" else sympy.ilcm)(*values))
+
+
+def checked(value: Any) -> Any:
+    """Return a value. Malformed: it is undefined, as 0/0 is, or no expression."""
+    if not isinstance(value, sympy.Expr) or value.has(sympy.nan, sympy.zoo):
+        raise Malformed("it is undefined")
+    return value
+
+
+def _number(text: str) -> Any:
+    if len(text) > MAX_DIGITS:
+        raise Unreadable(f"a number of more than {MAX_DIGITS} digits")
+    return sympy.Rational(text.rstrip(".") or "0")
+
+
+def _quotient(upper: Any, lower: Any) -> Any:
+    if lower.is_zero:
+        raise Malformed("a division by zero")
+    return checked(upper / lower)
+
+
+def _power(base: Any, exponent: Any) -> Any:
+    """Return a power. Unreadable: computing it would take too long or too much memory, or it is undefined."""
+    if base.is_Rational and exponent.is_number:
+        bits = max(abs(base.p), base.q).bit_length()
+        if not exponent.is_finite or abs(exponent.evalf(15)) * bits > MAX_POWER / sympy.log(2, 10).evalf(15):
+            raise Unreadable(f"a power of more than {MAX_POWER} digits")
+    elif exponent.is_number and (not exponent.is_finite or abs(exponent.evalf(15)) > MAX_POWER):
+        raise Unreadable(f"a power with an exponent of more than {MAX_POWER}")
+    if base.is_zero and exponent.is_number and not exponent.is_positive:
+        raise Malformed("a power of zero that is undefined")
+    return checked(base**exponent)
+
+
+def _factorial(argument: Any) -> Any:
+    if argument.is_number and not (argument.is_Integer and 0 <= argument <= MAX_FACTORIAL):
+        raise Unreadable(f"a factorial of what is no whole number up to {MAX_FACTORIAL}")
+    return sympy.factorial(argument)
+
+
+def _binomial(upper: Any, lower: Any) -> Any:
+    if any(part.is_number and not (part.is_Integer and 0 <= part <= MAX_FACTORIAL) for part in (upper, lower)):
+        raise Unreadable(f"a binomial of what is no whole number up to {MAX_FACTORIAL}")
+    return sympy.binomial(upper, lower)
+
+
+def _apply(name: str, argument: Any, base: Any) -> Any:
+    if base is not None and name != "log":
+        raise Unreadable(f"{name} with a subscript")
+    if name in ("log", "lg"):
+        return checked(_quotient(sympy.log(argument), sympy.log(sympy.Integer(10) if base is None else base)))
+    names = {"ln": "log"} | {f"arc{name}": f"a{name}" for name in FUNCTIONS}
+    function = getattr(sympy, names.get(name, name), None)
+    if function is None or name in ("det",):
+        raise Unreadable(f"{name} cannot be read here")
+    return checked(function(argument))

@@ -8,20 +8,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Expression:
-    """A number or a formula.
-
-    Attributes:
-        unit: canonical name, or "" if it has none.
-        is_percent: whether a percent sign follows.
-        places: decimal places if it is written as a decimal, else None.
-        word: the letters if it has nothing else, which may be a word.
-    """
+    """A number or a formula."""
 
     value: Any
-    unit: str = ""
-    is_percent: bool = False
-    places: int | None = None
-    word: str = ""
+    unit: str = ""  # canonical name, or "" if it has none
+    is_percent: bool = False  # whether a percent sign follows
+    places: int | None = None  # decimal places if it is written as a decimal
+    word: str = ""  # the letters if it has nothing else, which may be a word
 
 
 @dataclass(frozen=True)

@@ -63,10 +63,7 @@ BASES = {
 
 def canonical_unit(words: list[str]) -> str:
     """Return words as a unit's canonical name: `square centimeters` and `cm ^2` are both `cm^2`."""
-    names = []
-    for word in words:
-        lower = word.lower()
-        names.append(UNITS.get(word) or UNITS.get(lower) or _singular(lower))
+    names = [UNITS.get(word) or UNITS.get(word.lower()) or _singular(word.lower()) for word in words]
     text = " ".join(names).replace(" ^", "^").replace(" per ", " / ")
     text = {"km / h": "kmh", "mi / h": "mph"}.get(text, text)
     for prefix, power in (("square ", "^2"), ("cubic ", "^3")):
@@ -169,13 +166,9 @@ class Token:
 
 
 def tokenize(formula: str, comma_thousands: bool) -> list[Token]:
-    """Return the tokens of a formula.
+    """Return the tokens of a formula, in which 1,234 is one number with `comma_thousands`, and two without.
 
-    Args:
-        comma_thousands: whether 1,234 is one number; otherwise it is two.
-
-    Raises:
-        Unreadable: it is too long, or its braces are not balanced.
+    Unreadable: it is too long, or its braces are not balanced.
     """
     if len(formula) > MAX_CHARACTERS:
         raise Unreadable(f"a formula of {len(formula)} characters, more than {MAX_CHARACTERS}")
@@ -237,7 +230,7 @@ def _tokens(text: str, in_text: bool) -> Iterator[Token]:
         if name in _TEXT or name in _ALPHABETS:
             new, position = _styled(text, position, closings, is_text=name in _TEXT)
         elif name is not None:
-            new = _command(name)
+            new = [_command(name)]
         elif found.group("environment"):
             new = [Token("command", re.sub(r"\\|\s|\*|\{[lcr|\s]*\}$", "", found.group()))]
         elif letters := found.group("letters"):
@@ -267,17 +260,13 @@ def _styled(text: str, position: int, closings: Mapping[int, int], is_text: bool
     return list(_tokens(inside, in_text=is_text)), end + 1
 
 
-def _command(name: str) -> list[Token]:
+def _command(name: str) -> Token:
     name = _SAME.get(name, name)
-    if name == "mathbb":
-        return [Token("command", "mathbb")]
-    if name in ("{", "}"):
-        return [Token("command", name)]
     if name in ("and", "or"):
-        return [Token("word", name)]
+        return Token("word", name)
     if name == "i":
-        return [Token("letter", "i")]
-    return [Token("command" if len(name) > 1 or name.isalpha() or name in "$&#_\\" else "symbol", name)]
+        return Token("letter", "i")
+    return Token("command" if len(name) > 1 or name.isalpha() or name in "{}$&#_\\" else "symbol", name)
 
 
 def _letters(letters: str, in_text: bool, after_number: bool, spaced: bool) -> list[Token]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import sympy
 
-from hybrid3d.scoring.math.expressions import DEGREE, PERCENT, ExpressionReader
+from hybrid3d.scoring.math.expressions import DEGREE, PERCENT, ExpressionReader, checked
 from hybrid3d.scoring.math.kinds import Expression
 from hybrid3d.scoring.math.latex_tokens import (
     FILLERS,
@@ -21,7 +21,6 @@ from hybrid3d.scoring.math.latex_tokens import (
     canonical_unit,
     literal,
 )
-from hybrid3d.scoring.math.operations import checked
 
 
 def read_quantity(tokens: list[Token]) -> Expression:
@@ -74,11 +73,7 @@ def _without(sign: Any, value: Any) -> Any:
 
 
 def _unit_words(tokens: Sequence[Token]) -> tuple[int, list[str]]:
-    """Return the number that words behind a value multiply it by, and the words of its unit.
-
-    Raises:
-        Unreadable: these are no unit.
-    """
+    """Return the number that words behind a value multiply it by, and those of its unit. Unreadable: they are none."""
     scale, words = 1, list[str]()
     if tokens and tokens[0].text == "^":  # 4^{\text{th}}
         tokens = [token for token in tokens[1:] if token.text not in ("{", "}")]

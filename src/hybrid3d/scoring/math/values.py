@@ -11,6 +11,7 @@ from typing import NoReturn
 import sympy
 
 from hybrid3d.scoring.math.equality import are_equal, rounds_to
+from hybrid3d.scoring.math.expressions import checked
 from hybrid3d.scoring.math.kinds import (
     BasedNumber,
     Bracketed,
@@ -27,7 +28,6 @@ from hybrid3d.scoring.math.kinds import (
     Value,
 )
 from hybrid3d.scoring.math.latex_tokens import BASES, GREEK, Malformed, Token, Unreadable, characters, literal, tokenize
-from hybrid3d.scoring.math.operations import checked
 from hybrid3d.scoring.math.quantities import read_quantity
 
 INEQUALITIES = {"<": "<", ">": ">", "leq": "<=", "geq": ">=", "neq": "!="}
@@ -35,6 +35,7 @@ _RELATIONS = {"=", "approx", "in", *INEQUALITIES}
 _OPENING, _CLOSING = {"(", "[", "{", "lfloor", "lceil", "langle"}, {")", "]", "}", "rfloor", "rceil", "rangle"}
 CHOICES = set("ABCDE")  # of a question
 _SET_OPERATIONS = {"cup", "cap", "setminus"}
+_SIGNS = {"pm": "+-", "mp": "-+"}  # of the upper and of the lower value
 _GREEK = "|".join(sorted(GREEK, key=len, reverse=True))
 _LABEL = re.compile(
     rf"(?:[A-Za-z]|<[A-Za-z]>|\\(?:{_GREEK}) )(?:_(?:\{{[^{{}}]*\}}|.))?'*(?:\^\{{-1\}})?"
@@ -49,15 +50,11 @@ _BASED = re.compile(
 
 
 def read_values(formula: str) -> list[Value]:
-    """Return what a formula may mean, at most two values: 1,234 is one number or two.
-
-    Raises:
-        Unreadable: it is empty, or it has more than can be read.
-    """
+    """Return what a formula may mean: 1,234 is one number or two. Unreadable: empty, or with more than can be read."""
     readings = []
     for comma_thousands in (True, False):
-        tokens = tokenize(formula, comma_thousands)
-        value = _computed_or_known(_without_end(tokens))
+        tokens = _without_end(tokenize(formula, comma_thousands))
+        value = _computed_or_known(lambda tokens: _choice(tokens) or _list(tokens), tokens)
         if value not in readings:
             readings.append(value)
         if "," not in formula:
@@ -65,10 +62,10 @@ def read_values(formula: str) -> list[Value]:
     return readings
 
 
-def _computed_or_known(tokens: list[Token]) -> Value:
-    """Read values, or else keep the characters, unless it says nothing, or what is false."""
+def _computed_or_known(read: Callable[[list[Token]], Value], tokens: list[Token]) -> Value:
+    """Read a value, or else keep the characters, unless it says nothing, or what is false."""
     try:
-        return _choice(tokens) or _list(tokens)
+        return read(tokens)
     except Unreadable as error:
         if not isinstance(error, Malformed) and _is_known_by_characters(tokens):
             return Opaque(characters(tokens))
@@ -89,11 +86,7 @@ def _choice(tokens: list[Token]) -> Choice | None:
 
 
 def split(tokens: Sequence[Token], is_separator: Callable[[Token], bool]) -> list[tuple[list[Token], Token | None]]:
-    """Split tokens at separators outside all brackets; each part with the separator after it.
-
-    Raises:
-        Malformed: brackets are not balanced.
-    """
+    """Split tokens outside all brackets; each part with the separator after it. Malformed: brackets do not balance."""
     parts: list[tuple[list[Token], Token | None]] = []
     part, depth = list[Token](), 0
     for token in tokens:
@@ -114,10 +107,7 @@ def split(tokens: Sequence[Token], is_separator: Callable[[Token], bool]) -> lis
 
 def _without_end(tokens: list[Token]) -> list[Token]:
     """Return tokens without a full stop at the end."""
-    last = tokens[-1] if tokens else None
-    if last is not None and (last.kind, last.text) == ("symbol", "."):
-        return tokens[:-1]
-    return tokens
+    return tokens[:-1] if [(token.kind, token.text) for token in tokens[-1:]] == [("symbol", ".")] else tokens
 
 
 def _is_separator(token: Token) -> bool:
@@ -151,17 +141,13 @@ def _list(tokens: list[Token]) -> Value:
 def _item(tokens: list[Token]) -> Value:
     if not tokens:
         raise Malformed("it is empty")
-    if any(token.kind == "command" and token.text in ("pm", "mp") for token in tokens):
-        upper, lower = ([_signed(token, sign) for token in tokens] for sign in "+-")
-        return Listing((_relation(upper), _relation(lower)))
-    return _relation(tokens)
+    upper, lower = ([_signed(token, place) for token in tokens] for place in (0, 1))
+    return _relation(tokens) if upper == lower else Listing((_relation(upper), _relation(lower)))
 
 
-def _signed(token: Token, sign: str) -> Token:
-    if token.kind != "command" or token.text not in ("pm", "mp"):
-        return token
-    opposite = {"+": "-", "-": "+"}[sign]
-    return Token("symbol", sign if token.text == "pm" else opposite, token.spaced)
+def _signed(token: Token, place: int) -> Token:
+    is_sign = token.kind == "command" and token.text in _SIGNS
+    return Token("symbol", _SIGNS[token.text][place], token.spaced) if is_sign else token
 
 
 def _is_relation(token: Token) -> bool:
@@ -192,9 +178,8 @@ def _label(tokens: Sequence[Token]) -> str | None:
     text = literal([replace(token, spaced=False) for token in tokens])
     if not _LABEL.fullmatch(text):
         return None
-    return (
-        re.sub(r"[<>{} ]", "", text).strip().lower() if "<" in text and len(text) > 3 else re.sub(r"[<>{} ]", "", text)
-    )
+    name = re.sub(r"[<>{} ]", "", text)
+    return name.lower() if "<" in text and len(text) > 3 else name
 
 
 def _equation(sides: list[list[Token]], operators: list[str]) -> Value:
@@ -271,12 +256,7 @@ def _value(tokens: list[Token]) -> Value:
         value = read(tokens)
         if value is not None:
             return value
-    try:
-        return read_quantity(tokens)
-    except Unreadable as error:
-        if not isinstance(error, Malformed) and _is_known_by_characters(tokens):
-            return Opaque(characters(tokens))
-        raise error from None
+    return _computed_or_known(read_quantity, tokens)
 
 
 def _is_known_by_characters(tokens: list[Token]) -> bool:
@@ -321,12 +301,7 @@ def _matrix(tokens: list[Token]) -> Value | None:
         return None
     start = starts[0]
     before, rest = tokens[:start], tokens[start + 1 :]
-    if (
-        not rest[-1].text.startswith("end{")
-        and rest[-1].text in ("]", ")")
-        and before
-        and before[-1].text in ("[", "(")
-    ):
+    if before and before[-1].text in ("[", "(") and rest[-1].text in ("]", ")"):
         before, rest = before[:-1], rest[:-1]
     if not rest or not rest[-1].text.startswith("end{"):
         raise Unreadable("something stands behind a matrix")
