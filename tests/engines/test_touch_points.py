@@ -21,10 +21,19 @@ from hybrid3d.doctor import packages
 from hybrid3d.doctor.finding import CANNOT_START, SLOW
 from hybrid3d.engines import installed, touch_points
 from hybrid3d.engines.certificates import standing_of_installed
-from hybrid3d.engines.compare import Finding, Problem, Report, compare
+from hybrid3d.engines.compare import (
+    Finding,
+    Problem,
+    Report,
+    compare,
+    digest_of,
+    known_versions,
+    nearest_record,
+    read_record,
+    write_record,
+)
 from hybrid3d.engines.installed import Copy, copies_in, installed_copies
-from hybrid3d.engines.records import digest_of, known_versions, nearest_record, read_record, write_record
-from hybrid3d.engines.usage import PATCHED, Uses
+from hybrid3d.engines.signatures import Kind, Uses
 from hybrid3d.engines.uses import read_uses
 from hybrid3d.errors import UserMistake
 from hybrid3d.launch_environment import CHECKED
@@ -290,7 +299,7 @@ def test_installed_engines_are_as_recorded(monkeypatch: pytest.MonkeyPatch, uses
     ]
     for report in reports:
         recorded = read_record(report.copy.engine, report.baseline or "").names
-        replaced = {use.name for use in uses.names if use.kind == PATCHED} & report.touched.names.keys()
+        replaced = {use.name for use in uses.names if use.kind == Kind.PATCHED} & report.touched.names.keys()
         assert replaced <= recorded.keys(), "run hybrid3d certify --touch-points --record"
         assert (len(replaced) > 10, report.names > 200) == (report.copy.engine != TORCH,) * 2
         assert len(replaced) == report.names or report.copy.engine != TORCH

@@ -8,8 +8,8 @@ import os
 import re
 import sys
 import zipfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from packaging.tags import parse_tag, sys_tags
@@ -92,29 +92,27 @@ def copies_in(place: Path) -> list[Copy]:
 
 
 def _installed(engine: Engine) -> Copy | None:
-    places = [*_places(engine)]
-    if not places:
+    copies = [copy for place in _places(engine) if (copy := _copy(engine, place)) is not None]
+    if not copies:
         return None
-    copies = [copy for place in places if (copy := _copy(engine, place)) is not None]
     others = [
         f"{engine.folder} is on Python's path twice: {copies[0]} in {copies[0].place}, which is imported, and {other} "
         f"in {other.place}: remove one of them"
         for other in copies[1:]
         if other.version != copies[0].version
     ]
-    first = copies[0]
-    return Copy(engine, first.tree, first.distribution, first.version, (*first.warnings, *others))
+    return replace(copies[0], warnings=(*copies[0].warnings, *others))
 
 
-def _places(engine: Engine) -> Iterator[Path]:
-    """Yield the folders on Python's path that have an engine, the one that is imported first."""
+def _places(engine: Engine) -> list[Path]:
+    """Return the folders on Python's path that have an engine, first the one that is imported."""
     paths = dict.fromkeys(Path(entry or ".").resolve() for entry in sys.path)
     found = [path for path in paths if _has(engine, path)]
     if not found:  # an installation in place, of which an import hook knows
         spec = importlib.util.find_spec(engine.package)
         folders = spec.submodule_search_locations if spec is not None else None
         found = [path for folder in folders or () if _has(engine, path := Path(folder).resolve().parent)]
-    yield from found
+    return found
 
 
 def _has(engine: Engine, path: Path) -> bool:

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hybrid3d.engines.certificates import EditedCertificate, standing_of_installed
-from hybrid3d.engines.compare import Report, compare
+from hybrid3d.engines.compare import Report, compare, digest_of, known_versions
 from hybrid3d.engines.installed import Copy, copies_in, installed_copies
-from hybrid3d.engines.records import FOLDER, digest_of, known_versions
 from hybrid3d.engines.uses import read_uses
 from hybrid3d.errors import UserMistake
 
@@ -29,10 +28,10 @@ def compare_places(places: Iterable[Path]) -> list[Report]:
     return _compare([copy for place in places for copy in copies_in(place)])
 
 
-def _compare(copies: list[Copy], folder: Path = FOLDER) -> list[Report]:
+def _compare(copies: list[Copy]) -> list[Report]:
     with without_collections():
         uses = read_uses() if copies else None
-        return [compare(copy, uses, folder) for copy in copies if uses is not None]
+        return [compare(copy, uses) for copy in copies if uses is not None]
 
 
 @contextmanager
