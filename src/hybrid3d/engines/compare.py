@@ -1,5 +1,7 @@
 """Compares what hybrid3d uses of an engine with a copy of it, and with the record of a known version.
 
+This comes before any engine is built: it says what is refused, and what is warned of.
+
 Records are files of this package, `records/<engine>-<version>.json`. A record has, by name, the parameters of a
 function or constructor and a digest of the function's body, or of the value of a constant. Where it has neither, the
 name exists.
@@ -8,17 +10,20 @@ name exists.
 from __future__ import annotations
 
 import ast
+import gc
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
-from hybrid3d.engines.installed import Copy, Engine
+from hybrid3d.engines.certificates import EditedCertificate, standing_of_installed
+from hybrid3d.engines.installed import Copy, Engine, copies_in, installed_copies
 from hybrid3d.engines.signatures import (
     Function,
     Kind,
@@ -34,6 +39,7 @@ from hybrid3d.engines.signatures import (
 )
 from hybrid3d.engines.syntax import decorators_of
 from hybrid3d.engines.trees import Definition, Found, Tree
+from hybrid3d.engines.uses import read_uses
 from hybrid3d.errors import UserMistake
 
 FOLDER = Path(__file__).resolve().parent / "records"
@@ -56,11 +62,7 @@ REPLACED = (Kind.PATCHED, Kind.OVERRIDDEN)  # the uses of which a changed body i
 
 @dataclass(frozen=True)
 class Finding:
-    """What differs of one name.
-
-    Attributes:
-        use: how hybrid3d uses it (`Kind`); `places` are the files and lines where it does.
-    """
+    """What differs of one name, which hybrid3d uses in these files and lines."""
 
     problem: Problem
     name: str
@@ -93,16 +95,19 @@ class Report:
     Attributes:
         names: how many names were compared.
         baseline: the version whose record it was compared with; None if there is no record.
-        is_known: whether that is the copy's own version.
         touched: what a record of this version has.
     """
 
     copy: Copy
     names: int
     baseline: str | None
-    is_known: bool
     findings: tuple[Finding, ...]
     touched: Record
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the baseline is the copy's own version, whatever build of it is installed."""
+        return self.baseline == _public(self.copy.version)
 
     @property
     def refused(self) -> tuple[Finding, ...]:
@@ -139,7 +144,7 @@ def compare(copy: Copy, uses: Uses, folder: Path = FOLDER) -> Report:
     findings.sort(key=lambda one: (list(Problem).index(one.problem), list(Kind).index(one.use), one.name))
     record = Record(copy.engine.name, copy.version, touched)
     version = None if baseline is None else baseline.version
-    return Report(copy, len(touched), version, is_known(baseline, copy.version), tuple(findings), record)
+    return Report(copy, len(touched), version, tuple(findings), record)
 
 
 def _is_missing(tree: Tree, found: Found, uses: Sequence[Use], was_there: bool) -> bool:
@@ -249,17 +254,8 @@ def nearest_record(engine: Engine, version: str, folder: Path = FOLDER) -> Recor
     return read_record(engine, older[-1] if older else known[0], folder)
 
 
-def is_known(record: Record | None, version: str) -> bool:
-    """Return whether a record is of this version, whatever build of it is installed."""
-    return record is not None and record.version == _public(version)
-
-
 def write_record(record: Record, folder: Path = FOLDER) -> Path:
-    """Write a record, a line for each name, and return its file.
-
-    Raises:
-        UserMistake: it cannot be written there.
-    """
+    """Write a record, a line for each name, and return its file. UserMistake: it cannot be written there."""
     lines = [f"{json.dumps(name)}: {json.dumps(touched)}" for name, touched in sorted(record.names.items())]
     path = folder / f"{record.engine}-{_public(record.version)}.json"
     try:
@@ -274,3 +270,92 @@ def write_record(record: Record, folder: Path = FOLDER) -> Path:
 def _public(version: str) -> str:
     """Return a version without the name of its build, as in 0.32.0+cpu."""
     return version.partition("+")[0]
+
+
+def compare_installed() -> list[Report]:
+    """Compare the engines that Python would import with what hybrid3d uses of them; without those not installed."""
+    return _compare(installed_copies())
+
+
+def compare_places(places: Iterable[Path]) -> list[Report]:
+    """Compare the engines in folders and wheels. UserMistake: one of them has none."""
+    return _compare([copy for place in places for copy in copies_in(place)])
+
+
+def _compare(copies: list[Copy]) -> list[Report]:
+    with without_collections():
+        uses = read_uses() if copies else None
+        return [compare(copy, uses) for copy in copies if uses is not None]
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Keep Python from looking for garbage while files are parsed, of which nothing is: it takes half of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def check_installed() -> list[str]:
+    """Return what to warn of before the installed engines are used.
+
+    Raises:
+        UserMistake: hybrid3d does not work with one of them; the message names what is missing.
+    """
+    reports = compare_installed()
+    refused = [refusal(report) for report in reports if report.refused]
+    if refused:
+        raise UserMistake("\n".join(refused))
+    try:
+        standing = standing_of_installed(digests(reports))
+        known = [] if standing.status in ("certified", "tried") else [standing.text]
+    except EditedCertificate as edited:  # nothing that a run needs
+        known = [str(edited)]
+    return [*(text for report in reports for text in (*report.copy.warnings, *warning(report))), *known]
+
+
+def digests(reports: Iterable[Report]) -> dict[str, str]:
+    """Return digests of what hybrid3d uses of each engine."""
+    return {report.copy.engine.name: digest_of(report.touched) for report in reports}
+
+
+def refusal(report: Report) -> str:
+    """Return why hybrid3d does not work with an engine, and what to do."""
+    copy, count = report.copy, len(report.refused)
+    return "\n".join(
+        [
+            f"hybrid3d cannot use {copy} in {copy.place}, because of {count} difference{'s' if count > 1 else ''}:",
+            *(f"  {finding.problem}: {finding}" for finding in report.refused),
+            *copy.warnings,
+            f"install a version that hybrid3d knows: {copy.distribution} {join_or(known_versions(copy.engine))}",
+        ]
+    )
+
+
+def warning(report: Report) -> list[str]:
+    """Return what to say of an engine that works as far as reading can tell, but differs; nothing if it does not."""
+    if not report.warned:
+        return []
+    names = ", ".join(dict.fromkeys(finding.name for finding in report.warned))
+    return [
+        f"{described(report)}. Nothing is missing, but {len(report.warned)} things have changed in functions that "
+        f"hybrid3d replaces or overrides: {names}. Before you train, prove that it still works: hybrid3d certify MODEL"
+    ]
+
+
+def described(report: Report) -> str:
+    """Return which versions were compared."""
+    if report.is_known:
+        return f"{report.copy} is not as in hybrid3d's record of that version"
+    known = ", ".join(known_versions(report.copy.engine))
+    compared = f", so it was compared with {report.baseline}" if report.baseline else ""
+    return f"{report.copy} is none of the versions that hybrid3d knows ({known or 'none'}){compared}"
+
+
+def join_or(words: list[str]) -> str:
+    """Return words as a list that ends with `or`."""
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

@@ -22,11 +22,7 @@ PATCH = ("target", "package", "reason", "test", "replacement", "may_be_undefined
 
 
 class Declarations:
-    """The constants and patches of one file.
-
-    Attributes:
-        chosen, optional: the values of these constants.
-    """
+    """The constants and patches of one file."""
 
     def __init__(self, path: str, tree: ast.Module, sources: Path):
         self._path, self._tree, self._sources = path, tree, sources

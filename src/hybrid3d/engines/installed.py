@@ -25,8 +25,7 @@ class Engine:
     Attributes:
         name: of its records.
         package: the name at the top of its modules.
-        folder: of its modules.
-        version_file: which has its version, within that folder.
+        version_file: which has its version, within the folder of its modules.
         distributions: the names under which it is installed.
     """
 
@@ -75,11 +74,7 @@ def installed_copies() -> list[Copy]:
 
 
 def copies_in(place: Path) -> list[Copy]:
-    """Return the engines in a folder or a wheel.
-
-    Raises:
-        UserMistake: it has none, or the wheel is damaged.
-    """
+    """Return the engines in a folder or a wheel. UserMistake: it has none, or the wheel is damaged."""
     if place.is_dir() or (place.is_file() and zipfile.is_zipfile(place)):
         try:
             found = [copy for engine in ENGINES if (copy := _copy(engine, place)) is not None]

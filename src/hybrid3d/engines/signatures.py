@@ -20,8 +20,7 @@ class Call:
 
     Attributes:
         positional: the number of positional arguments.
-        keywords: the names of the others.
-        is_open: it has arguments beside these, by `*` or `**`.
+        is_open: it has arguments beside these and the keywords, by `*` or `**`.
         on_class: a method is called by its class's name, so that the first argument may be the object.
     """
 
@@ -52,7 +51,6 @@ class Use:
     Attributes:
         name: dotted, from its module on.
         place: the file and line here.
-        call: how it is called, if it is.
         ours: the parameters of the function that replaces it, if they are known.
         is_optional: this code works without it too.
         by: the class whose method overrides it.
@@ -71,11 +69,7 @@ class Use:
 
 @dataclass(frozen=True, eq=False)
 class Subclass:
-    """A class here with an engine's class as a base.
-
-    Attributes:
-        methods: the names that it and its other bases in the file define.
-    """
+    """A class here with an engine's class as a base, and the methods that it and its other bases in the file define."""
 
     name: str
     base: str
@@ -163,16 +157,14 @@ def refuses(ours: ast.arguments, theirs: ast.arguments) -> list[str]:
     """
     places, given = _positional(ours), _positional(theirs)
     named = [one.arg for one in theirs.kwonlyargs]
-    found = []
-    for place, name in enumerate(given):
-        if place >= len(places):
-            if ours.vararg is None and not _takes_keyword(ours, name):
-                found.append(f"has the parameter {name}, which hybrid3d's does not take")
-        elif places[place] != name and (name in places or places[place] in (*given, *named)):
-            found.append(f"has {name} where hybrid3d's has {places[place]}")
-    found += [
-        f"has the parameter {name}, which hybrid3d's does not take" for name in named if not _takes_keyword(ours, name)
+    found = [
+        f"has {name} where hybrid3d's has {place}"
+        for place, name in zip(places, given, strict=False)
+        if place != name and (name in places or place in (*given, *named))
     ]
+    others = [*(given[len(places) :] if ours.vararg is None else ()), *named]
+    refused = [name for name in others if not _takes_keyword(ours, name)]
+    found += [f"has the parameter {name}, which hybrid3d's does not take" for name in refused]
     if theirs.vararg is None and theirs.kwarg is None:
         covered = {*places[: len(given)], *given, *named}
         found += [

@@ -165,8 +165,9 @@ def members_of(kind: ast.ClassDef) -> dict[str, Member]:
     return found
 
 
-def _set_in(method: ast.FunctionDef | ast.AsyncFunctionDef, owner: str) -> Iterator[tuple[str, Member]]:
-    types = parameter_types(method)
+def _set_in(method: Function, owner: str) -> Iterator[tuple[str, Member]]:
+    given = method.args
+    types = {one.arg: one.annotation for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
     for node in statements_in(method):
         if not isinstance(node, ast.Assign | ast.AnnAssign):
             continue
@@ -176,11 +177,6 @@ def _set_in(method: ast.FunctionDef | ast.AsyncFunctionDef, owner: str) -> Itera
                     continue
                 if isinstance(one.value, ast.Name) and one.value.id == owner:
                     yield one.attr, (node, getattr(node, "annotation", None) or _type_of(node.value, types))
-
-
-def parameter_types(method: Function) -> dict[str, ast.expr | None]:
-    """Return the annotations of a function's parameters."""
-    return {one.arg: one.annotation for one in (*method.args.posonlyargs, *method.args.args, *method.args.kwonlyargs)}
 
 
 def _type_of(value: ast.expr | None, types: dict[str, ast.expr | None]) -> ast.expr | None:

@@ -81,12 +81,7 @@ class Class:
 
 @dataclass(frozen=True, eq=False)
 class Definition:
-    """What a name is.
-
-    Attributes:
-        node: the statement that binds it; None for a module.
-        owner: the class whose body it is in.
-    """
+    """What a name is: the module itself, or what a statement binds, perhaps in the body of the class that owns it."""
 
     module: Module
     node: ast.stmt | None
@@ -108,11 +103,7 @@ Found = Definition | Unknown | None
 
 
 class Tree:
-    """The source files of a package, in a folder that has the package's folder, or in a wheel.
-
-    Args:
-        package: the name at the top; all others are outside of the tree.
-    """
+    """The source files of a package, the name at the top, in a folder that has the package's folder, or in a wheel."""
 
     def __init__(self, place: Path, package: str):
         self.place, self.package = place, package

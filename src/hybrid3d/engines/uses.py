@@ -77,12 +77,11 @@ def _is_below(name: str, owners: set[str]) -> bool:
 
 def _asked_for(tree: ast.Module) -> Iterator[str]:
     """Yield the modules in engines for which the code asks by `find_spec`."""
+    engines = tuple(f"{package}." for package in PACKAGES)
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and last_name(node.func) == "find_spec" and node.args:
             name = node.args[0]
-            if isinstance(name, ast.Constant) and str(name.value).startswith(
-                tuple(f"{package}." for package in PACKAGES)
-            ):
+            if isinstance(name, ast.Constant) and str(name.value).startswith(engines):
                 yield str(name.value)
 
 
