@@ -17,7 +17,7 @@ multiprocessing.set_forkserver_preload(
     [
         "hypothesis",
         "torch.distributed",
-        "hybrid3d.generation.delivery",
+        "hybrid3d.generation.exchange",
         "hybrid3d.reshard.delta.executor",
         "hybrid3d.reshard.move.transport",
         "hybrid3d.reshard.plan.coverage",

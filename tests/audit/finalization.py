@@ -46,9 +46,8 @@ def check(options: answers.Options) -> answers.Answers:
 def _problems(recipe: Any, rank: int, precision: str, waits: Any, kernels: list[str]) -> Iterator[str]:
     from audit.host_waits import GPU
     from hybrid3d.reshard.fp8 import kind_of
-    from hybrid3d.rollout.fp8 import names_of
     from hybrid3d.rollout.patches import noting_requantization
-    from hybrid3d.rollout.sink import VllmSink
+    from hybrid3d.rollout.sink import VllmSink, names_of
 
     plain = cases.shapes_of(Path(recipe.model.path))
 

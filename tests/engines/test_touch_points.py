@@ -19,24 +19,34 @@ from hybrid3d import cli
 from hybrid3d.cli import touch_points as commands
 from hybrid3d.doctor import packages
 from hybrid3d.doctor.finding import CANNOT_START, SLOW
-from hybrid3d.engines import installed, touch_points
+from hybrid3d.engines import compare as comparison
+from hybrid3d.engines import installed
 from hybrid3d.engines.certificates import standing_of_installed
-from hybrid3d.engines.compare import Finding, Problem, Report, compare
+from hybrid3d.engines.compare import (
+    Finding,
+    Problem,
+    Report,
+    compare,
+    digest_of,
+    known_versions,
+    nearest_record,
+    read_record,
+    write_record,
+)
 from hybrid3d.engines.installed import Copy, copies_in, installed_copies
-from hybrid3d.engines.records import digest_of, known_versions, nearest_record, read_record, write_record
-from hybrid3d.engines.usage import PATCHED, Uses
+from hybrid3d.engines.signatures import Kind, Uses
 from hybrid3d.engines.uses import read_uses
 from hybrid3d.errors import UserMistake
 from hybrid3d.launch_environment import CHECKED
 
 MEGATRON, VLLM, TORCH = installed.ENGINES
-SOURCES = Path(touch_points.__file__).resolve().parents[2]
+SOURCES = Path(installed.__file__).resolve().parents[2]
 CORE = "megatron.core."
 
 
 @pytest.fixture(scope="module", autouse=True)
 def no_collections() -> Iterator[None]:
-    with touch_points.without_collections():
+    with comparison.without_collections():
         yield
 
 
@@ -198,7 +208,7 @@ def test_change_that_breaks_hybrid3d_is_refused(
     report = check(engine, file, *change)
     found = found_of(report, *expected)
     assert found in report.refused
-    message = touch_points.refusal(report)
+    message = comparison.refusal(report)
     assert words in str(found)
     assert str(found) in message
     assert f"{report.copy.distribution} {report.copy.version}" in message
@@ -245,7 +255,7 @@ def test_changed_body_of_a_patched_function_is_warned_of(check: Check) -> None:
     )
     assert [(one.problem, one.name) for one in report.findings] == [(Problem.BODY, name)]
     assert not report.refused
-    (text,) = touch_points.warning(report)
+    (text,) = comparison.warning(report)
     assert name in text
     assert "hybrid3d certify MODEL" in text
 
@@ -284,19 +294,19 @@ def test_comment_and_docstring_are_no_change(check: Check) -> None:
 
 def test_installed_engines_are_as_recorded(monkeypatch: pytest.MonkeyPatch, uses: Uses) -> None:
     """Each name that hybrid3d uses is found, and fits; what it replaces was recorded."""
-    reports = touch_points.compare_installed()
+    reports = comparison.compare_installed()
     assert [(report.copy.engine, report.is_known, report.findings) for report in reports] == [
         (engine, True, ()) for engine in installed.ENGINES
     ]
     for report in reports:
         recorded = read_record(report.copy.engine, report.baseline or "").names
-        replaced = {use.name for use in uses.names if use.kind == PATCHED} & report.touched.names.keys()
+        replaced = {use.name for use in uses.names if use.kind == Kind.PATCHED} & report.touched.names.keys()
         assert replaced <= recorded.keys(), "run hybrid3d certify --touch-points --record"
         assert (len(replaced) > 10, report.names > 200) == (report.copy.engine != TORCH,) * 2
         assert len(replaced) == report.names or report.copy.engine != TORCH
-    monkeypatch.setattr(touch_points, "compare_installed", lambda: reports)
-    standing = standing_of_installed(touch_points.digests(reports))
-    assert touch_points.check_installed() == ([] if standing.status == "certified" else [standing.text])
+    monkeypatch.setattr(comparison, "compare_installed", lambda: reports)
+    standing = standing_of_installed(comparison.digests(reports))
+    assert comparison.check_installed() == ([] if standing.status == "certified" else [standing.text])
 
 
 @pytest.mark.parametrize(

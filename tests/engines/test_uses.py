@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from hybrid3d.engines.signatures import Call, bound, difference, digest, misfits, refuses, text_of
+from hybrid3d.engines.signatures import Call, Kind, Uses, bound, difference, digest, misfits, refuses, text_of
 from hybrid3d.engines.syntax import statements_in
 from hybrid3d.engines.trees import UNKNOWN, Definition, Tree
-from hybrid3d.engines.usage import CALLED, DECLARED, OVERRIDDEN, PATCHED, Uses
 from hybrid3d.engines.uses import read_uses
 
 PYTHON = Path(inspect.__file__).parent
@@ -68,7 +67,7 @@ def test_names_are_read(tmp_path: Path, code: str, names: set[str]) -> None:
 )
 def test_calls_are_read(tmp_path: Path, code: str, call: Call) -> None:
     uses = read(tmp_path, f"from vllm import a\n{code}")
-    assert [use.call for use in uses.names if use.kind == CALLED] == [call]
+    assert [use.call for use in uses.names if use.kind == Kind.CALLED] == [call]
 
 
 def test_constructor_of_the_base_is_called(tmp_path: Path) -> None:
@@ -91,7 +90,7 @@ def test_methods_of_a_subclass_and_of_its_other_bases(tmp_path: Path) -> None:
     uses = read(tmp_path, code)
     (subclass,) = uses.subclasses
     assert (subclass.name, subclass.base, subclass.methods) == ("B", "vllm.A", {"f", "g", "h"})
-    (use,) = [use for use in uses.names if use.kind == OVERRIDDEN]
+    (use,) = [use for use in uses.names if use.kind == Kind.OVERRIDDEN]
     assert (use.name, text_of(use.ours or bound(ast.arguments()))) == ("vllm.A.f", "(x, y=1)")
 
 
@@ -130,10 +129,10 @@ def test_declarations_are_read(tmp_path: Path) -> None:
         def f(self): ...
     """
     uses = read(tmp_path, code, touched=DECLARING)
-    found = {use.name: use.is_optional for use in uses.names if use.kind == DECLARED}
+    found = {use.name: use.is_optional for use in uses.names if use.kind == Kind.DECLARED}
     fields = ("low", "high", "other", "more", "last")
     assert found == {"vllm.A.x": False, "vllm.A.y": True, **{f"vllm.B.{name}": False for name in fields}}
-    assert not [use for use in uses.names if use.kind == OVERRIDDEN]
+    assert not [use for use in uses.names if use.kind == Kind.OVERRIDDEN]
     assert uses.subclasses == ()
 
 
@@ -167,7 +166,9 @@ def test_targets_of_patches_and_what_replaces_them(tmp_path: Path) -> None:
     other = "def wrap_elsewhere(original):\n    def wrapped(e): ...\n    return wrapped"
     uses = read(tmp_path, PATCHES, "train/patches.py", other=other)
     found = {
-        use.name: (use.ours and text_of(use.ours), use.may_be_undefined) for use in uses.names if use.kind == PATCHED
+        use.name: (use.ours and text_of(use.ours), use.may_be_undefined)
+        for use in uses.names
+        if use.kind == Kind.PATCHED
     }
     assert found == {
         "megatron.core.later": ("(*d)", False),

@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 
 from commands import ROOT
-from hybrid3d.generation.agents.history import Branch, History, NoChatTemplate, PromptText, PromptTokens, RefusedCall
+from hybrid3d.generation.agents.history import (
+    Branch,
+    CallPrompt,
+    History,
+    NoChatTemplate,
+    PromptText,
+    PromptTokens,
+    RefusedCall,
+)
 from hybrid3d.generation.agents.requests import read_request
 from hybrid3d.generation.engine import Completion, Sampling
 
@@ -31,9 +39,13 @@ def tokenizer() -> Any:
     return runpy.run_path(str(ROOT / "examples" / "make_demo.py"))["make_tokenizer"]()
 
 
+def begin(of: History, prompt: CallPrompt) -> Branch:
+    return of.begin(prompt, of.plan(prompt))
+
+
 def history(tokenizer: Any, template: str | None = None) -> History:
     tokenizer.chat_template = None if template is None else template + REPLY_FOLLOWS
-    return History(tokenizer)
+    return History(tokenizer, tokenizer)
 
 
 def user(content: str) -> dict[str, Any]:
@@ -65,10 +77,10 @@ def ids_of(tokenizer: Any, text: str) -> list[int]:
 def test_repeated_history_continues_its_tokens(tokenizer: Any, template: str) -> None:
     of = history(tokenizer, template)
     first = chat(of, user("12+13?"))
-    branch = of.begin(first)
+    branch = begin(of, first)
     generated = [*ids_of(tokenizer, " 2"), *ids_of(tokenizer, "5 "), tokenizer.eos_token_id]
     text = reply(of, tokenizer, branch, first, generated)
-    second = of.begin(chat(of, user("12+13?"), assistant(text), user("sure?")))
+    second = begin(of, chat(of, user("12+13?"), assistant(text), user("sure?")))
     assert second is branch
     assert branch.tokens[: len(generated)] == generated
     assert tokenizer.decode(branch.tokens[len(generated) :]) == "\n<user>sure?<eos>\n<assistant>"
@@ -80,11 +92,11 @@ def test_tokens_that_would_be_tokenized_otherwise_are_kept(tokenizer: Any) -> No
     """The word is one token; the policy has spelled it."""
     of = history(tokenizer, PLAIN)
     first = chat(of, user("Who?"))
-    branch = of.begin(first)
+    branch = begin(of, first)
     spelled = [token for letter in "Iris" for token in ids_of(tokenizer, letter)]
     assert len(spelled) > len(ids_of(tokenizer, "Iris"))
     text = reply(of, tokenizer, branch, first, spelled)  # cut off, so without an end token
-    of.begin(chat(of, user("Who?"), assistant(text), user("And?")))
+    begin(of, chat(of, user("Who?"), assistant(text), user("And?")))
     assert branch.tokens[: len(spelled)] == spelled
     assert tokenizer.decode(branch.tokens[len(spelled) :]) == "<eos>\n<user>And?<eos>\n<assistant>"
 
@@ -92,11 +104,11 @@ def test_tokens_that_would_be_tokenized_otherwise_are_kept(tokenizer: Any) -> No
 def test_bytes_of_no_character_and_special_tokens_are_kept(tokenizer: Any) -> None:
     of = history(tokenizer, PLAIN)
     first = chat(of, user("Who?"))
-    branch = of.begin(first)
+    branch = begin(of, first)
     strange = [ids_of(tokenizer, "é")[0], tokenizer.bos_token_id, *ids_of(tokenizer, "Leo"), tokenizer.eos_token_id]
     text = reply(of, tokenizer, branch, first, strange)
     assert "\ufffd" in text
-    assert of.begin(chat(of, user("Who?"), assistant(text), user("And?"))) is branch
+    assert begin(of, chat(of, user("Who?"), assistant(text), user("And?"))) is branch
     assert branch.tokens[: len(strange)] == strange
 
 
@@ -112,10 +124,10 @@ def test_bytes_of_no_character_and_special_tokens_are_kept(tokenizer: Any) -> No
 def test_changed_history_begins_a_branch(tokenizer: Any, changed: list[dict[str, Any]]) -> None:
     of = history(tokenizer, PLAIN)
     first = chat(of, user("12+13?"))
-    branch = of.begin(first)
+    branch = begin(of, first)
     before = [*ids_of(tokenizer, " 25"), tokenizer.eos_token_id]
     reply(of, tokenizer, branch, first, before)
-    other = of.begin(chat(of, *changed))
+    other = begin(of, chat(of, *changed))
     assert other is not branch
     assert branch.tokens == before
     assert other.tokens == []
@@ -125,9 +137,9 @@ def test_changed_history_begins_a_branch(tokenizer: Any, changed: list[dict[str,
 def test_template_that_drops_thoughts_begins_a_branch(tokenizer: Any) -> None:
     of = history(tokenizer, FORGETS)
     first = chat(of, user("12+13?"))
-    branch = of.begin(first)
+    branch = begin(of, first)
     text = reply(of, tokenizer, branch, first, [*ids_of(tokenizer, "carry|25"), tokenizer.eos_token_id])
-    other = of.begin(chat(of, user("12+13?"), assistant(text), user("sure?")))
+    other = begin(of, chat(of, user("12+13?"), assistant(text), user("sure?")))
     assert other is not branch
     assert "carry" not in tokenizer.decode(other.prompt_ids)
 
@@ -136,18 +148,18 @@ def test_history_branches_when_two_calls_follow_it(tokenizer: Any) -> None:
     """The reply before them is trained once; its tokens are the same in both."""
     of = history(tokenizer, PLAIN)
     first = chat(of, user("12+13?"))
-    branch = of.begin(first)
+    branch = begin(of, first)
     generated = [*ids_of(tokenizer, " 25"), tokenizer.eos_token_id]
     text = reply(of, tokenizer, branch, first, generated)
-    one = of.begin(chat(of, user("12+13?"), assistant(text), user("A?")))
-    two = of.begin(chat(of, user("12+13?"), assistant(text), user("B?")))
+    one = begin(of, chat(of, user("12+13?"), assistant(text), user("A?")))
+    two = begin(of, chat(of, user("12+13?"), assistant(text), user("B?")))
     assert one is branch
     assert two is not branch
     start = len(branch.prompt_ids)
     assert two.prompt_ids[: start + len(generated)] == branch.context[: start + len(generated)]
     assert tokenizer.decode(two.prompt_ids).endswith("<user>B?<eos>\n<assistant>")
     assert two.loss_mask == []
-    again = of.begin(first)  # sampled once more
+    again = begin(of, first)  # sampled once more
     assert again not in (one, two)
     assert again.prompt_ids == branch.prompt_ids
 
@@ -155,35 +167,35 @@ def test_history_branches_when_two_calls_follow_it(tokenizer: Any) -> None:
 def test_dropped_call_leaves_nothing(tokenizer: Any) -> None:
     of = history(tokenizer, PLAIN)
     first = chat(of, user("12+13?"))
-    alone = of.begin(first)
+    alone = begin(of, first)
     alone.append_generated(Completion((5,), (-1.0,), 0))
     assert of.drop(alone) == 1
     assert of.branches == []
-    branch = of.begin(first)
+    branch = begin(of, first)
     generated = [*ids_of(tokenizer, " 25"), tokenizer.eos_token_id]
     text = reply(of, tokenizer, branch, first, generated)
     second = chat(of, user("12+13?"), assistant(text), user("sure?"))
-    of.begin(second).append_generated(Completion((5, 6), (-1.0, -1.0), 1))
+    begin(of, second).append_generated(Completion((5, 6), (-1.0, -1.0), 1))
     assert of.drop(branch) == 2
     assert (branch.tokens, branch.versions) == (generated, [0] * len(generated))
     assert (len(branch.loss_mask), len(branch.logprobs)) == (len(generated), len(generated))
-    assert of.begin(second) is branch  # as before
+    assert begin(of, second) is branch  # as before
 
 
 def test_texts_and_token_ids_continue_too(tokenizer: Any) -> None:
     of = history(tokenizer)
     text = PromptText("12+13=")
-    branch = of.begin(text)
+    branch = begin(of, text)
     generated = ids_of(tokenizer, "25")
     reply(of, tokenizer, branch, text, generated)
     more = PromptText("12+13=25, 1+1=")
-    assert of.begin(more) is branch
+    assert begin(of, more) is branch
     assert branch.tokens == [*generated, *ids_of(tokenizer, ", 1+1=")]
     reply(of, tokenizer, branch, more, [7])
     ids = PromptTokens((*branch.context, 8, 9))
-    assert of.begin(ids) is branch
+    assert begin(of, ids) is branch
     assert branch.tokens[-2:] == [8, 9]
-    other = of.begin(PromptTokens((*branch.prompt_ids, 11)))
+    other = begin(of, PromptTokens((*branch.prompt_ids, 11)))
     assert other.prompt_ids == (*branch.prompt_ids, 11)
 
 
@@ -227,7 +239,7 @@ def test_random_conversations_keep_every_token(tokenizer: Any, template: str, se
         if len(messages) > 1 and rng.random() < 0.2:
             messages[rng.randrange(len(messages) - 1)] |= {"content": "edited"}
         prompt = chat(of, *messages)
-        branch = of.begin(prompt)
+        branch = begin(of, prompt)
         before = [id_ for id_, own in zip(branch.tokens, branch.loss_mask, strict=True) if own]
         assert before == generated.get(branch, [])
         ids = [rng.randrange(len(tokenizer)) for _ in range(rng.randint(1, 6))]

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from hybrid3d.config import load_recipe
+from hybrid3d.generation.agents.answers import samples_of
 from hybrid3d.generation.agents.history import Call, NoSession, PromptTokens, RefusedCall
-from hybrid3d.generation.agents.session import Session, samples_of
-from hybrid3d.generation.agents.sessions import SessionPool
+from hybrid3d.generation.agents.sessions import Session, SessionPool
 from hybrid3d.generation.engine import Completion, Sampling
 from hybrid3d.generation.scheduler import News
 from hybrid3d.rl.data import Example

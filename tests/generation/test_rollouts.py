@@ -127,7 +127,7 @@ def test_held_out_answers(rollouts: Any) -> None:
     rollouts.held_out = {"eval": SimpleNamespace(examples=(Example(0, "", "", ()),) * 4)}
     rollouts._replicas = SimpleNamespace(numbers=(0, 1), advance=lambda *arguments, apart: answers)
     found = rollouts.evaluate(0, recipe_of(0))
-    assert (found.accuracy, found.reward) == (0.25, pytest.approx(0.65))
+    assert (found.accuracy, found.metrics["eval/reward"]) == (0.25, pytest.approx(0.65))
     assert (found.failures, found.examples) == ({"timeout": 3}, {"timeout": "first"})
 
 

@@ -23,9 +23,8 @@ import torch
 import torch.distributed as dist
 
 from hybrid3d import distributed
-from hybrid3d.generation.delivery import Message, deliver
 from hybrid3d.generation.engine import NO_CHOICES, ExpertChoices
-from hybrid3d.generation.exchange import AnswerExchange, deliver_choices
+from hybrid3d.generation.exchange import AnswerExchange, Message, deliver, deliver_choices
 from hybrid3d.generation.samples import Sample, held_samples
 from spawned import spawn
 

@@ -245,10 +245,10 @@ MIXTRAL = (  # whose template writes a blank before a reply
 def test_chat_of_an_agent_stays_in_its_branch(form: str, strips: bool, sentencepiece: dict[str, Any]) -> None:
     tokenizer = sentencepiece[form]
     tokenizer.chat_template = MIXTRAL
-    of, messages, text = History(tokenizer), ({"role": "user", "content": "2+3?"},), ""
+    of, messages, text = History(tokenizer, tokenizer), ({"role": "user", "content": "2+3?"},), ""
     for said in (" It is 5.", " Yes. "):
         prompt = PromptText(of.render(messages), messages)
-        branch = of.begin(prompt)
+        branch = of.begin(prompt, of.plan(prompt))
         reply = [*encode_part(tokenizer, said, branch.context), tokenizer.eos_token_id]
         text = decode_part(tokenizer, reply, branch.context)
         assert text == said

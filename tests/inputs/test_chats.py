@@ -283,7 +283,7 @@ def test_keys_that_arrow_and_clients_add_are_not_there(tmp_path: Path) -> None:
         expected = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         assert tokenizer.decode(example.prompt_ids) == expected
     sent = ({"role": "user", "content": "2+3?", "tool_calls": None, "name": None},)
-    assert History(tokenizer).render(sent) == tokenizer.apply_chat_template(
+    assert History(tokenizer, tokenizer).render(sent) == tokenizer.apply_chat_template(
         [{"role": "user", "content": "2+3?"}], tokenize=False, add_generation_prompt=True
     )
 
@@ -314,7 +314,9 @@ def test_run_has_one_date(tmp_path: Path) -> None:
         tokenizer = read_tokenizer(dated)
         for one in (tokenizer, copy.deepcopy(tokenizer)):
             assert one.decode(encode_chat(one, "2+3?")).startswith(f"Today Date: {written}<|im_start|>user")
-            assert History(one).render(({"role": "user", "content": "2+3?"},)).startswith(f"Today Date: {written}<")
+            assert (
+                History(one, one).render(({"role": "user", "content": "2+3?"},)).startswith(f"Today Date: {written}<")
+            )
         assert load_recipe_text(recipe_to_yaml(dated), tmp_path).data.date == day
     assert recipe.data.date == "2024-07-26"
 

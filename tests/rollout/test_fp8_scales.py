@@ -26,10 +26,9 @@ from hybrid3d.config import load_recipe
 from hybrid3d.families import is_quantized
 from hybrid3d.inputs.models import read_config
 from hybrid3d.reshard.fp8 import BLOCK, SCALE_SUFFIX, dequantize, kind_of, quantize, quantized_shapes
-from hybrid3d.rollout.fp8 import names_of
 from hybrid3d.rollout.patches import noting_requantization
 from hybrid3d.rollout.probe import model_of_rank
-from hybrid3d.rollout.sink import VllmSink
+from hybrid3d.rollout.sink import VllmSink, names_of
 from hybrid3d.train.megatron.probe import expected_shapes
 
 pytestmark = pytest.mark.engines

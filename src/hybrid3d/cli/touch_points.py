@@ -10,9 +10,15 @@ from typing import Any
 
 from hybrid3d import launch_environment
 from hybrid3d.cli.terminal import DONE, FAILED, make_console, path_argument
-from hybrid3d.engines.compare import REFUSED, Report
-from hybrid3d.engines.records import digest_of, write_record
-from hybrid3d.engines.touch_points import check_installed, compare_installed, compare_places
+from hybrid3d.engines.compare import (
+    REFUSED,
+    Report,
+    check_installed,
+    compare_installed,
+    compare_places,
+    digest_of,
+    write_record,
+)
 from hybrid3d.errors import UserMistake
 from hybrid3d.launch_environment import CHECKED
 

@@ -12,8 +12,7 @@ from packaging.requirements import Requirement
 from hybrid3d import installed_version
 from hybrid3d.doctor.finding import CANNOT_START, OK, SLOW, Context, Finding
 from hybrid3d.engines.certificates import EditedCertificate, standing_of_installed
-from hybrid3d.engines.compare import Report
-from hybrid3d.engines.touch_points import compare_installed, described, digests
+from hybrid3d.engines.compare import Report, compare_installed, described, digests
 
 # Packages whose private functions are used, so that another version can fail or, worse, compute something else
 PRIVATELY_USED = {"torch", "transformers"}

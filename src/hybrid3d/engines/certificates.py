@@ -31,7 +31,7 @@ class EditedCertificate(UserMistake):
 
 @dataclass(frozen=True)
 class Certificate:
-    """What was proven of a pair of engines.
+    """What was proven of a pair of engines, in how many minutes, and when.
 
     Attributes:
         versions: of Python, without its last number, and of each of `PACKAGES`.
@@ -39,8 +39,6 @@ class Certificate:
         missing: the proofs that were not run.
         touched: digests of what hybrid3d uses of each engine.
         machine: the widest vector instructions of its processor, as `vector_instructions` returns them.
-        minutes: that the proofs took.
-        date: when it was written.
     """
 
     versions: Mapping[str, str]
@@ -84,11 +82,7 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def read_certificate(path: Path) -> Certificate:
-    """Return the certificate of a file.
-
-    Raises:
-        EditedCertificate: its digest is not that of its content, or it is no certificate.
-    """
+    """Return the certificate of a file. EditedCertificate: its digest is not that of its content, or it is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         written = content.pop("digest", "none")
@@ -130,12 +124,7 @@ def vector_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 @dataclass(frozen=True)
 class Standing:
-    """How well a pair of engines is known.
-
-    Attributes:
-        status: of its certificate; `unknown` where it has none.
-        text: the same as a sentence, with the reason.
-    """
+    """How well a pair of engines is known: the status of its certificate, and a sentence with the reason."""
 
     status: Status
     text: str

@@ -11,49 +11,39 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybrid3d.engines.signatures import Function
+from hybrid3d.engines.signatures import PACKAGES, Function, Kind, Use
 from hybrid3d.engines.syntax import class_name, statements_in
-from hybrid3d.engines.usage import DECLARED, PACKAGES, PATCHED, Use
 
 PATCH = ("target", "package", "reason", "test", "replacement", "may_be_undefined")  # the arguments of `Patch`
 
 
 class Declarations:
-    """The constants and patches of one file.
-
-    Attributes:
-        chosen, optional: the values of these constants.
-    """
+    """The constants and patches of one file."""
 
     def __init__(self, path: str, tree: ast.Module, sources: Path):
         self._path, self._tree, self._sources = path, tree, sources
-        self._constants = {
-            target.id: node
+        self._constants: dict[str, Any] = {
+            target.id: ast.literal_eval(node.value)
             for node in tree.body
             if isinstance(node, ast.Assign)
             for target in node.targets
             if isinstance(target, ast.Name) and target.id in ("TOUCHED", "SETTINGS", "CHOSEN", "OPTIONAL")
         }
-        self.chosen: Sequence[str] = self._value("CHOSEN", ())
-        self.optional: Sequence[str] = self._value("OPTIONAL", ())
-
-    def _value(self, name: str, default: Any) -> Any:
-        return ast.literal_eval(self._constants[name].value) if name in self._constants else default
+        self.chosen: Sequence[str] = self._constants.get("CHOSEN", ())
+        self.optional: Sequence[str] = self._constants.get("OPTIONAL", ())
 
     def uses(self) -> Iterator[Use]:
         """Yield what the file declares, and the targets of its patches."""
-        touched: Mapping[str, str] = self._value("TOUCHED", {})
-        for owner, names in touched.items():
+        for owner, names in self._constants.get("TOUCHED", {}).items():
             for name in names.split():
-                yield Use(f"{owner}.{name}", f"{self._path}: TOUCHED", DECLARED)
-        settings: Sequence[tuple[str, str, str]] = self._value("SETTINGS", ())
-        for owner, where, functions in settings:
+                yield Use(f"{owner}.{name}", f"{self._path}: TOUCHED", Kind.DECLARED)
+        for owner, where, functions in self._constants.get("SETTINGS", ()):
             for place, name in _keys(self._sources, where, functions.split()):
-                yield Use(f"{owner}.{name}", place, DECLARED)
+                yield Use(f"{owner}.{name}", place, Kind.DECLARED)
         yield from self._patches()
 
     def _patches(self) -> Iterator[Use]:
@@ -68,26 +58,14 @@ class Declarations:
             if helper is None or not isinstance(node, ast.Call):
                 continue
             prefix, parameters = helper
-            given = {
-                **dict(zip(parameters, node.args, strict=False)),
-                **{k.arg: k.value for k in node.keywords if k.arg},
-            }
-            target = given.get("target")
+            given = dict(zip(parameters, node.args, strict=False)) | {k.arg: k.value for k in node.keywords if k.arg}
+            target, flag, name = given.get("target"), given.get("may_be_undefined"), names.get(id(node))
             full = f"{prefix}{target.value!s}" if isinstance(target, ast.Constant) else ""
             if not full.startswith((*PACKAGES, "torch")):
                 continue
-            may_be_undefined = isinstance(flag := given.get("may_be_undefined"), ast.Constant) and flag.value is True
-            name = names.get(id(node))
-            ours = self._made_by(given.get("replacement")) or self._replacing(
-                name.id if isinstance(name, ast.Name) else ""
-            )
-            yield Use(
-                full,
-                f"{self._path}:{node.lineno}",
-                PATCHED,
-                ours=ours,
-                may_be_undefined=may_be_undefined,
-            )
+            may_be_undefined = isinstance(flag, ast.Constant) and flag.value is True
+            ours = self._made_by(given.get("replacement")) or self._replacing(class_name(name) or "")
+            yield Use(full, f"{self._path}:{node.lineno}", Kind.PATCHED, ours=ours, may_be_undefined=may_be_undefined)
 
     def _made_by(self, factory: ast.expr | None) -> ast.arguments | None:
         """Return the parameters of what a patch's `replacement` returns, which is called with the original."""
@@ -103,12 +81,9 @@ class Declarations:
 
     def _replacing(self, patch: str) -> ast.arguments | None:
         """Return the parameters of what a patch of this name is replaced by, by its methods."""
+        methods = (f"{patch}.replace", f"{patch}.replaced")
         for node in ast.walk(self._tree):
-            is_method = isinstance(node, ast.Call) and (class_name(node.func) or "") in (
-                f"{patch}.replace",
-                f"{patch}.replaced",
-            )
-            if is_method and isinstance(node, ast.Call) and node.args:
+            if isinstance(node, ast.Call) and node.args and class_name(node.func) in methods:
                 return self._parameters(node.args[0])
         return None
 

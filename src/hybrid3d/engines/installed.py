@@ -8,8 +8,8 @@ import os
 import re
 import sys
 import zipfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from packaging.tags import parse_tag, sys_tags
@@ -25,8 +25,7 @@ class Engine:
     Attributes:
         name: of its records.
         package: the name at the top of its modules.
-        folder: of its modules.
-        version_file: which has its version, within that folder.
+        version_file: which has its version, within the folder of its modules.
         distributions: the names under which it is installed.
     """
 
@@ -75,11 +74,7 @@ def installed_copies() -> list[Copy]:
 
 
 def copies_in(place: Path) -> list[Copy]:
-    """Return the engines in a folder or a wheel.
-
-    Raises:
-        UserMistake: it has none, or the wheel is damaged.
-    """
+    """Return the engines in a folder or a wheel. UserMistake: it has none, or the wheel is damaged."""
     if place.is_dir() or (place.is_file() and zipfile.is_zipfile(place)):
         try:
             found = [copy for engine in ENGINES if (copy := _copy(engine, place)) is not None]
@@ -92,29 +87,27 @@ def copies_in(place: Path) -> list[Copy]:
 
 
 def _installed(engine: Engine) -> Copy | None:
-    places = [*_places(engine)]
-    if not places:
+    copies = [copy for place in _places(engine) if (copy := _copy(engine, place)) is not None]
+    if not copies:
         return None
-    copies = [copy for place in places if (copy := _copy(engine, place)) is not None]
     others = [
         f"{engine.folder} is on Python's path twice: {copies[0]} in {copies[0].place}, which is imported, and {other} "
         f"in {other.place}: remove one of them"
         for other in copies[1:]
         if other.version != copies[0].version
     ]
-    first = copies[0]
-    return Copy(engine, first.tree, first.distribution, first.version, (*first.warnings, *others))
+    return replace(copies[0], warnings=(*copies[0].warnings, *others))
 
 
-def _places(engine: Engine) -> Iterator[Path]:
-    """Yield the folders on Python's path that have an engine, the one that is imported first."""
+def _places(engine: Engine) -> list[Path]:
+    """Return the folders on Python's path that have an engine, first the one that is imported."""
     paths = dict.fromkeys(Path(entry or ".").resolve() for entry in sys.path)
     found = [path for path in paths if _has(engine, path)]
     if not found:  # an installation in place, of which an import hook knows
         spec = importlib.util.find_spec(engine.package)
         folders = spec.submodule_search_locations if spec is not None else None
         found = [path for folder in folders or () if _has(engine, path := Path(folder).resolve().parent)]
-    yield from found
+    return found
 
 
 def _has(engine: Engine, path: Path) -> bool:

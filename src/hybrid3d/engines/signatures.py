@@ -1,4 +1,4 @@
-"""Parameters of functions and classes as syntax: as text, as a digest, and whether a call or another function fits."""
+"""Uses of an engine's names, and parameters as syntax: as text, as a digest, and whether a call or function fits."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -19,8 +20,7 @@ class Call:
 
     Attributes:
         positional: the number of positional arguments.
-        keywords: the names of the others.
-        is_open: it has arguments beside these, by `*` or `**`.
+        is_open: it has arguments beside these and the keywords, by `*` or `**`.
         on_class: a method is called by its class's name, so that the first argument may be the object.
     """
 
@@ -28,6 +28,61 @@ class Call:
     keywords: tuple[str, ...]
     is_open: bool = False
     on_class: bool = False
+
+
+PACKAGES = ("megatron", "vllm", "transformer_engine")  # the names at the top of the engines' modules
+
+
+class Kind(StrEnum):
+    """How a name is used, in the order in which a report names them."""
+
+    PATCHED = "patched"
+    OVERRIDDEN = "overridden"
+    SUBCLASSED = "subclassed"
+    CALLED = "called"
+    DECLARED = "declared"
+    USED = "used"
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """One use of an engine's name.
+
+    Attributes:
+        name: dotted, from its module on.
+        place: the file and line here.
+        ours: the parameters of the function that replaces it, if they are known.
+        is_optional: this code works without it too.
+        by: the class whose method overrides it.
+        may_be_undefined: the module of the name must use it, and need not define it.
+    """
+
+    name: str
+    place: str
+    kind: Kind
+    call: Call | None = None
+    ours: ast.arguments | None = None
+    is_optional: bool = False
+    may_be_undefined: bool = False
+    by: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Subclass:
+    """A class here with an engine's class as a base, and the methods that it and its other bases in the file define."""
+
+    name: str
+    base: str
+    place: str
+    methods: frozenset[str]
+
+
+@dataclass(frozen=True, eq=False)
+class Uses:
+    """All uses, and the classes with bases of engines."""
+
+    names: tuple[Use, ...]
+    subclasses: tuple[Subclass, ...]
 
 
 def call_of(node: ast.Call, on_class: bool = False) -> Call:
@@ -39,7 +94,14 @@ def call_of(node: ast.Call, on_class: bool = False) -> Call:
 
 def text_of(parameters: ast.arguments) -> str:
     """Return parameters as text, with defaults and without annotations."""
-    return f"({ast.unparse(_without_annotations(parameters))})"
+
+    def plain(field: Any) -> Any:
+        if isinstance(field, list):
+            return [plain(one) for one in field]
+        return ast.arg(field.arg) if isinstance(field, ast.arg) else field
+
+    fields = {name: plain(field) for name, field in ast.iter_fields(parameters)}
+    return f"({ast.unparse(ast.arguments(**fields))})"
 
 
 def difference(before: str, now: str) -> str:
@@ -66,20 +128,10 @@ def _by_name(text: str) -> dict[str, str]:
 
 def bound(parameters: ast.arguments) -> ast.arguments:
     """Return the parameters of a method without the first one, the object."""
-    first, rest = (parameters.posonlyargs, parameters.args), parameters.posonlyargs + parameters.args
-    if not rest:
-        return parameters
-    only, plain = (first[0][1:], first[1]) if first[0] else ([], first[1][1:])
-    defaults = parameters.defaults[-(len(rest) - 1) :] if len(rest) > 1 else []
-    return ast.arguments(
-        only,
-        plain,
-        parameters.vararg,
-        parameters.kwonlyargs,
-        parameters.kw_defaults,
-        parameters.kwarg,
-        defaults,
-    )
+    fields, rest = dict(ast.iter_fields(parameters)), _positional(parameters)[1:]
+    first = "posonlyargs" if parameters.posonlyargs else "args"
+    fields[first] = fields[first][1:]
+    return ast.arguments(**fields | {"defaults": parameters.defaults[-len(rest) :] if rest else []})
 
 
 def misfits(parameters: ast.arguments, call: Call) -> list[str]:
@@ -105,16 +157,14 @@ def refuses(ours: ast.arguments, theirs: ast.arguments) -> list[str]:
     """
     places, given = _positional(ours), _positional(theirs)
     named = [one.arg for one in theirs.kwonlyargs]
-    found = []
-    for place, name in enumerate(given):
-        if place >= len(places):
-            if ours.vararg is None and not _takes_keyword(ours, name):
-                found.append(f"has the parameter {name}, which hybrid3d's does not take")
-        elif places[place] != name and (name in places or places[place] in (*given, *named)):
-            found.append(f"has {name} where hybrid3d's has {places[place]}")
-    found += [
-        f"has the parameter {name}, which hybrid3d's does not take" for name in named if not _takes_keyword(ours, name)
+    found = [
+        f"has {name} where hybrid3d's has {place}"
+        for place, name in zip(places, given, strict=False)
+        if place != name and (name in places or place in (*given, *named))
     ]
+    others = [*(given[len(places) :] if ours.vararg is None else ()), *named]
+    refused = [name for name in others if not _takes_keyword(ours, name)]
+    found += [f"has the parameter {name}, which hybrid3d's does not take" for name in refused]
     if theirs.vararg is None and theirs.kwarg is None:
         covered = {*places[: len(given)], *given, *named}
         found += [
@@ -138,21 +188,6 @@ def _required(parameters: ast.arguments) -> Iterator[str]:
     for one, default in zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True):
         if default is None:
             yield one.arg
-
-
-def _without_annotations(parameters: ast.arguments) -> ast.arguments:
-    def plain(many: Sequence[ast.arg]) -> list[ast.arg]:
-        return [ast.arg(one.arg) for one in many]
-
-    return ast.arguments(
-        plain(parameters.posonlyargs),
-        plain(parameters.args),
-        None if parameters.vararg is None else ast.arg(parameters.vararg.arg),
-        plain(parameters.kwonlyargs),
-        parameters.kw_defaults,
-        None if parameters.kwarg is None else ast.arg(parameters.kwarg.arg),
-        parameters.defaults,
-    )
 
 
 def digest(nodes: Sequence[ast.AST]) -> str:

@@ -61,7 +61,7 @@ def _field_options(value: ast.expr | None) -> dict[str, ast.expr] | None:
     return options | ({"default": value.args[0]} if value.args else {})
 
 
-def _is(value: ast.expr | None, constant: bool) -> bool:
+def _is(value: ast.expr | None, constant: bool | None) -> bool:
     return isinstance(value, ast.Constant) and value.value is constant
 
 
@@ -73,7 +73,7 @@ def class_name(annotation: ast.expr | None) -> str | None:
         except SyntaxError:
             return None
     if isinstance(annotation, ast.BinOp):
-        sides = [class_name(side) for side in (annotation.left, annotation.right) if not _is_none(side)]
+        sides = [class_name(side) for side in (annotation.left, annotation.right) if not _is(side, None)]
         return sides[0] if len(sides) == 1 else None
     if isinstance(annotation, ast.Subscript):
         kind = class_name(annotation.value)
@@ -89,10 +89,6 @@ def class_name(annotation: ast.expr | None) -> str | None:
 def last_name(node: ast.expr) -> str:
     """Return the name of a class or function without its module; empty if it has none."""
     return (class_name(node) or "").rpartition(".")[2]
-
-
-def _is_none(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
 
 
 def decorators_of(node: ast.AST | None) -> set[str]:
@@ -169,8 +165,9 @@ def members_of(kind: ast.ClassDef) -> dict[str, Member]:
     return found
 
 
-def _set_in(method: ast.FunctionDef | ast.AsyncFunctionDef, owner: str) -> Iterator[tuple[str, Member]]:
-    types = parameter_types(method)
+def _set_in(method: Function, owner: str) -> Iterator[tuple[str, Member]]:
+    given = method.args
+    types = {one.arg: one.annotation for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
     for node in statements_in(method):
         if not isinstance(node, ast.Assign | ast.AnnAssign):
             continue
@@ -180,11 +177,6 @@ def _set_in(method: ast.FunctionDef | ast.AsyncFunctionDef, owner: str) -> Itera
                     continue
                 if isinstance(one.value, ast.Name) and one.value.id == owner:
                     yield one.attr, (node, getattr(node, "annotation", None) or _type_of(node.value, types))
-
-
-def parameter_types(method: Function) -> dict[str, ast.expr | None]:
-    """Return the annotations of a function's parameters."""
-    return {one.arg: one.annotation for one in (*method.args.posonlyargs, *method.args.args, *method.args.kwonlyargs)}
 
 
 def _type_of(value: ast.expr | None, types: dict[str, ast.expr | None]) -> ast.expr | None:

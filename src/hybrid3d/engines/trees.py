@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 
 from hybrid3d.engines.signatures import Function, bound
@@ -47,8 +48,7 @@ class Module:
     """A parsed file.
 
     Attributes:
-        names: the statements that bind each name outside of functions, in order.
-        stars: the modules all of whose names it imports.
+        names: the statements that bind each name outside of functions, in order; `*` has imports of all names.
         is_lazy: it has a `__getattr__`, which gives the names that it imports for type checkers.
     """
 
@@ -56,8 +56,12 @@ class Module:
     is_package: bool
     text: str
     names: dict[str, list[ast.stmt]]
-    stars: tuple[str, ...]
     is_lazy: bool
+
+    @cached_property
+    def stars(self) -> list[str]:
+        """The modules all of whose names it imports."""
+        return [self.absolute(node) for node in self.names.get("*", []) if isinstance(node, ast.ImportFrom)]
 
     def absolute(self, node: ast.ImportFrom) -> str:
         """Return the module from which a statement here imports."""
@@ -77,12 +81,7 @@ class Class:
 
 @dataclass(frozen=True, eq=False)
 class Definition:
-    """What a name is.
-
-    Attributes:
-        node: the statement that binds it; None for a module.
-        owner: the class whose body it is in.
-    """
+    """What a name is: the module itself, or what a statement binds, perhaps in the body of the class that owns it."""
 
     module: Module
     node: ast.stmt | None
@@ -104,11 +103,7 @@ Found = Definition | Unknown | None
 
 
 class Tree:
-    """The source files of a package, in a folder that has the package's folder, or in a wheel.
-
-    Args:
-        package: the name at the top; all others are outside of the tree.
-    """
+    """The source files of a package, the name at the top, in a folder that has the package's folder, or in a wheel."""
 
     def __init__(self, place: Path, package: str):
         self.place, self.package = place, package
@@ -152,11 +147,9 @@ class Tree:
             text = self.text(file)
             if text is not None:
                 return self._parse(name, file, text, is_package)
-        is_folder = (self.place / path).is_dir() if self._wheel is None else self._has_folder(path)
-        return Module(name, True, "", {}, (), False) if is_folder else None
-
-    def _has_folder(self, path: str) -> bool:
-        return any(file.startswith(f"{path}/") for file in self._files)
+        in_wheel = any(file.startswith(f"{path}/") for file in self._files)
+        is_folder = (self.place / path).is_dir() if self._wheel is None else in_wheel
+        return Module(name, True, "", {}, False) if is_folder else None
 
     def _parse(self, name: str, file: str, text: str, is_package: bool) -> Module | None:
         try:
@@ -169,9 +162,7 @@ class Tree:
         for bound_name, node, is_typing in bindings(body):
             if is_lazy or not is_typing:
                 names.setdefault(bound_name, []).append(node)
-        module = Module(name, is_package, text, names, (), is_lazy)
-        stars = [module.absolute(node) for node in names.pop("*", []) if isinstance(node, ast.ImportFrom)]
-        return Module(name, is_package, text, names, tuple(stars), is_lazy)
+        return Module(name, is_package, text, names, is_lazy)
 
     def find(self, dotted: str) -> Found:
         """Return what a name is: a module, or something in one."""

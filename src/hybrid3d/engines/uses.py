@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from hybrid3d.engines.declarations import Declarations
-from hybrid3d.engines.signatures import Call, Function, bound, call_of
+from hybrid3d.engines.signatures import PACKAGES, Call, Function, Kind, Subclass, Use, Uses, bound, call_of
 from hybrid3d.engines.syntax import bindings, class_name, decorators_of, last_name, statements_in
-from hybrid3d.engines.usage import CALLED, OVERRIDDEN, PACKAGES, SUBCLASSED, USED, Subclass, Use, Uses
 
 SOURCES = Path(__file__).resolve().parent.parent
 PLACES = ("patches.py", "train/**/*.py", "rollout/**/*.py", "weight_transfer/**/*.py")  # the only ones with engines
@@ -78,12 +77,11 @@ def _is_below(name: str, owners: set[str]) -> bool:
 
 def _asked_for(tree: ast.Module) -> Iterator[str]:
     """Yield the modules in engines for which the code asks by `find_spec`."""
+    engines = tuple(f"{package}." for package in PACKAGES)
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and last_name(node.func) == "find_spec" and node.args:
             name = node.args[0]
-            if isinstance(name, ast.Constant) and str(name.value).startswith(
-                tuple(f"{package}." for package in PACKAGES)
-            ):
+            if isinstance(name, ast.Constant) and str(name.value).startswith(engines):
                 yield str(name.value)
 
 
@@ -103,7 +101,7 @@ class _Reader(ast.NodeVisitor):
     def _scope(self) -> _Scope:
         return self._scopes[-1]
 
-    def _add(self, name: str, node: ast.AST, kind: str = USED, call: Call | None = None) -> None:
+    def _add(self, name: str, node: ast.AST, kind: Kind = Kind.USED, call: Call | None = None) -> None:
         place = f"{self._path}:{getattr(node, 'lineno', 0)}"
         parts = name.split(".")
         dunder = next((n for n, part in enumerate(parts) if part.startswith("__") and part != "__init__"), len(parts))
@@ -127,11 +125,9 @@ class _Reader(ast.NodeVisitor):
         caught = {name for handler in node.handlers for name in _names_in(handler.type)}
         before = self._is_optional
         self._is_optional = before or not caught.isdisjoint({"ImportError", "ModuleNotFoundError"})
-        for statement in node.body:
-            self.visit(statement)
+        self._visit_parts(node.body)
         self._is_optional = before
-        for part in (*node.handlers, *node.orelse, *node.finalbody):
-            self.visit(part)
+        self._visit_parts([*node.handlers, *node.orelse, *node.finalbody])
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         bases = [self._chain(base) for base in node.bases]
@@ -139,13 +135,13 @@ class _Reader(ast.NodeVisitor):
         owner = _Owner(base or "", self._defined(node))
         if base is not None:
             self.subclasses.append(Subclass(node.name, base, f"{self._path}:{node.lineno}", owner.defined))
-            self._add(base, node, SUBCLASSED)
+            self._add(base, node, Kind.SUBCLASSED)
             self._overrides(node, base)
         self._visit_parts(node.decorator_list)
         self._visit_parts(node.bases)
         for statement in node.body:
             if isinstance(statement, Function):
-                self._visit_function(statement, owner)
+                self.visit_FunctionDef(statement, owner)
             else:
                 self.visit(statement)
 
@@ -167,15 +163,9 @@ class _Reader(ast.NodeVisitor):
             if isinstance(one, Function) and not one.name.startswith("__"):
                 ours = one.args if "staticmethod" in decorators_of(one) else bound(one.args)
                 place = f"{self._path}:{one.lineno}"
-                self.uses.append(Use(f"{base}.{one.name}", place, OVERRIDDEN, ours=ours, by=node.name))
+                self.uses.append(Use(f"{base}.{one.name}", place, Kind.OVERRIDDEN, ours=ours, by=node.name))
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        self._visit_function(node, None)
-
-    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
-        self._visit_function(node, None)
-
-    def _visit_function(self, node: ast.FunctionDef | ast.AsyncFunctionDef, owner: _Owner | None) -> None:
+    def visit_FunctionDef(self, node: Function, owner: _Owner | None = None) -> None:
         self._visit_parts(node.decorator_list)
         arguments = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, node.args.vararg, node.args.kwarg)
         parameters = [one for one in arguments if one is not None]
@@ -189,6 +179,8 @@ class _Reader(ast.NodeVisitor):
         self._scopes.append(scope)
         self._visit_parts([node.args, *([node.returns] if node.returns else []), *node.body])
         self._scopes.pop()
+
+    visit_AsyncFunctionDef = visit_FunctionDef
 
     def _visit_parts(self, nodes: Sequence[ast.AST]) -> None:
         for node in nodes:
@@ -212,13 +204,9 @@ class _Reader(ast.NodeVisitor):
         for target in node.targets:
             if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
                 for one, value in zip(target.elts, node.value.elts, strict=False):
-                    self._assign(one, self._value_of(value))
+                    self._assign(one, self._chain(value))
             else:
-                self._assign(target, self._value_of(node.value))
-
-    def _value_of(self, value: ast.expr) -> Meaning:
-        """Return the object that an expression makes or names."""
-        return self._chain(value) if isinstance(value, ast.Name | ast.Call | ast.Attribute) else None
+                self._assign(target, self._chain(node.value))
 
     def _assign(self, target: ast.expr, value: Meaning) -> None:
         if isinstance(target, ast.Name) and len(self._scopes) > 1:
@@ -271,7 +259,7 @@ class _Reader(ast.NodeVisitor):
             of_super = isinstance(node.func, ast.Attribute) and _is_super(node.func.value)
             on_class = owner is not None and not owner[1] and not of_super
             name = found[0].removesuffix(".__init__")
-            self._add(name, node, CALLED, call_of(node, on_class))
+            self._add(name, node, Kind.CALLED, call_of(node, on_class))
         self.generic_visit(node)
 
     def _narrow(self, value: ast.expr, kind: ast.expr) -> None:

@@ -95,12 +95,9 @@ class StaleWeights(RuntimeError):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are sampled, in vLLM's terms. Without a request's seed all but `stop` is unused.
+    """How answers are sampled, in vLLM's terms, and the texts that end them.
 
-    Attributes:
-        temperature: of the distribution that is sampled.
-        top_p, top_k, min_p: which tokens it is restricted to.
-        stop: texts that end an answer.
+    Without a request's seed all but `stop` is unused.
     """
 
     temperature: float = 1.0
@@ -133,15 +130,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A prompt, and how to sample an answer to it.
-
-    Attributes:
-        prompt_ids: token ids.
-        max_new_tokens: the answer has at most so many tokens.
-        stop_tokens: tokens that end the answer.
-        seed: of this request alone, so that a run repeats; None samples greedily.
-        sampling: the distribution that is sampled, and what ends the answer besides tokens.
-    """
+    """A prompt, and how to sample an answer to it; a seed of its own lets a run repeat, and None samples greedily."""
 
     prompt_ids: Sequence[int]
     max_new_tokens: int
@@ -157,7 +146,6 @@ class Completion:
     Attributes:
         tokens: the one that ended it included.
         logprobs: of each token in the distribution at the temperature over all tokens; empty for a greedy answer.
-        weight_version: of the weights that generated it.
         stopped: whether a text of `Sampling.stop` ended it.
         truncated: whether it ended because it may have no more tokens (vLLM's finish reason `length`).
         kept: where sampling truncates the distribution, the probability of the tokens that it kept, for each token.
@@ -188,8 +176,7 @@ class Engine(Protocol):
     """One rank of a replica of the model that generates. All ranks of a replica call every method together.
 
     Attributes:
-        replica: the number of the replica that this rank belongs to.
-        replicas: how many there are.
+        replica: the number of the replica that this rank belongs to; there are `replicas`.
         leads: whether this rank reports for its replica.
         steps_together: whether replicas share experts, so that a step of one is a step of all.
         end_tokens: the checkpoint's tokens that end an answer.
@@ -242,11 +229,7 @@ class Engine(Protocol):
 
 
 def complete(engine: Engine, requests: Sequence[GenerationRequest], version: int) -> list[Completion]:
-    """Return one completion for each request, by weights of this version or a later one.
-
-    Raises:
-        StaleWeights: the engine's weights are older, or a sync of them was interrupted.
-    """
+    """Return one completion for each request; arguments and errors are those of `Engine.submit`."""
     engine.submit(dict(enumerate(requests)), version)
     ended = engine.drain()
     return [ended[number] for number in range(len(requests))]

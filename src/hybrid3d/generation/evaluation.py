@@ -1,6 +1,4 @@
-"""What an evaluation on held-out problems measures, from several answers to each problem,
-and what `hybrid3d eval` prints.
-"""
+"""What an evaluation on held-out problems measures, from several answers to each, and what `hybrid3d eval` prints."""
 
 from __future__ import annotations
 
@@ -18,11 +16,7 @@ DATA_EVAL = "eval"  # the name of the problems of `data.eval`
 
 @dataclass(frozen=True)
 class HeldOutAnswer:
-    """An answer to a held-out problem.
-
-    Attributes:
-        final: what a majority vote compares answers by; None if there is nothing of the kind in it.
-    """
+    """An answer to a held-out problem; a majority vote compares `final`, None if it has nothing of the kind."""
 
     reward: float
     final: Hashable | None = None
@@ -53,24 +47,9 @@ class EvalResult:
         """The share of the answers to the problems of `data.eval` that are right."""
         return self.metrics["eval/accuracy"]
 
-    @property
-    def reward(self) -> float:
-        """The mean reward of the answers to the problems of `data.eval`."""
-        return self.metrics["eval/reward"]
-
-
-def prefix_of(name: str) -> str:
-    """Return the prefix of the metrics of a file's problems."""
-    return "eval/" if name == DATA_EVAL else f"eval/{name}/"
-
 
 def measure(groups: Sequence[Sequence[HeldOutAnswer]], ks: Sequence[int], votes: bool) -> dict[str, float]:
-    """Return the metrics of answers, n to each problem in a row.
-
-    Args:
-        ks: the numbers of answers for which pass@k is estimated; with n = 1 none.
-        votes: whether answers have what a majority vote compares.
-    """
+    """Return the metrics of answers, n to each problem in a row: with n > 1 also pass@k, and by a vote if they vote."""
     n = len(groups[0])
     right = [sum(answer.is_right for answer in answers) for answers in groups]
     found = {
@@ -88,8 +67,7 @@ def measure(groups: Sequence[Sequence[HeldOutAnswer]], ks: Sequence[int], votes:
 def pass_at_k(n: int, right: int, k: int) -> float:
     """Return the probability that one or more of k answers are right, without bias, if `right` of n answers are.
 
-    It is 1 - C(n - right, k) / C(n, k) (arXiv 2107.03374, eq. 1): the share of the sets of k answers that have a right
-    one.
+    It is 1 - C(n - right, k) / C(n, k) (arXiv 2107.03374, eq. 1): the share of sets of k answers that have a right one.
     """
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)
 
@@ -104,11 +82,8 @@ def majority(answers: Sequence[HeldOutAnswer]) -> float:
     if not votes:
         return 0.0
     most = max(votes.values())
-    return fmean(
-        fmean(answer.is_right for answer in answers if answer.final == final)
-        for final, count in votes.items()
-        if count == most
-    )
+    winners = [final for final, count in votes.items() if count == most]
+    return fmean(fmean(answer.is_right for answer in answers if answer.final == final) for final in winners)
 
 
 def format_files(held_out: Mapping[str, PromptData]) -> Iterator[str]:

@@ -107,23 +107,24 @@ class EngineReplicas:
             receivers: ranks of the group for which results are, which are the same on each; on others they are
                 incomplete. By default all, which then train: experts that vLLM chose stay with the rank that has them.
         """
-        self._engine, self._group = engine, group
+        self._engine = engine
         self._exchange = AnswerExchange(group, recipe.machine.gpus_per_node, receivers)
         self._holder = group.rank() if receivers is None else None  # of the choices of experts
         reward = recipe.reward
         self._scorer = FunctionScorer(reward.name, reward.workers, reward.timeout_seconds, reward.default)
         assert recipe.rollout is not None, "checked when the recipe was read"
-        self._agents: AgentAnswers | None = None
         self._turns = Turns(recipe, engine, tokenizer, group)
         has_agents, has_environment = recipe.rollout.agents is not None, self._turns.have_environment
-        if has_agents and engine.leads:
-            self._agents = AgentAnswers(recipe, engine, tokenizer)
+        self._agents = AgentAnswers(recipe, engine, tokenizer) if has_agents and engine.leads else None
+
+        def all_done(done: bool) -> bool:
+            return not all_reduce_max([int(not done)], group)[0]
 
         def scheduler(settings: Async) -> Scheduler[Any]:
             continuation: Continuation[Any] = self._agents or Conversations(self._turns, waves=not settings.partial)
             lead = Prompts(continuation, settings) if engine.leads else None
             listens = has_agents or (has_environment and bool(settings.partial))
-            agree = self._agree if engine.steps_together and not settings.partial else bool
+            agree = all_done if engine.steps_together and not settings.partial else bool
             return Scheduler(engine, lead, settings, listens, agree)
 
         self._apart = scheduler(Async())
@@ -165,7 +166,3 @@ class EngineReplicas:
         self._turns.close()
         if self._agents is not None:
             self._agents.close()
-
-    def _agree(self, done: bool) -> bool:
-        """Return whether all replicas are done."""
-        return not all_reduce_max([int(not done)], self._group)[0]

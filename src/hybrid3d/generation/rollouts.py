@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,11 +12,10 @@ from typing import Any
 from hybrid3d.config import Algorithm, Recipe
 from hybrid3d.generation.agents.answers import OF_AGENT
 from hybrid3d.generation.engine import NO_CHOICES, Sampling
-from hybrid3d.generation.evaluation import DATA_EVAL, EvalResult, HeldOutAnswer, measure, prefix_of
+from hybrid3d.generation.evaluation import DATA_EVAL, EvalResult, HeldOutAnswer, measure
 from hybrid3d.generation.replicas import Replicas, available
 from hybrid3d.generation.samples import RolloutBatch, Sample, answers_of, queries_of, with_baselines, with_rewards
 from hybrid3d.generation.scheduler import Answers, Place, Prompt
-from hybrid3d.generation.selection import Failures, Selection
 from hybrid3d.generation.turns import OF_ENVIRONMENT, seed_of
 from hybrid3d.rl.data import PromptData
 from hybrid3d.scoring.functions import FINAL_ANSWERS
@@ -28,12 +28,66 @@ class FailedRewards(RuntimeError):
     raised_on_all_ranks = True  # every rank raises it: one of them is enough to tell
 
 
-class Rollouts:
-    """Generates and scores samples over all replicas. What a replica that is lost had to answer, the others answer.
+class Failures:
+    """Conversations and rewards that failed, by kind, and an example of each kind."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.examples: dict[str, str] = {}
+
+    def add(self, counts: Mapping[str, int], examples: Mapping[str, str]) -> None:
+        self.counts.update(counts)
+        self.examples = {**examples, **self.examples}
+
+
+class Selection:
+    """The prompts that were answered for a step, of which it trains as many as are wanted.
+
+    Groups of a prompt's samples with equal rewards have zero advantages: further prompts are answered to replace them
+    (DAPO, arXiv 2503.14476, section 3.2), up to `extra` times as many as are wanted. Where they still do not suffice,
+    such
+    groups fill the batch.
 
     Attributes:
-        train, held_out: the prompts, the latter by the names of their files.
+        greedy: answers that are trained on by nobody, which a reward model scores later.
+        zero_variance: the number of groups with equal rewards.
     """
+
+    def __init__(self, wanted: int, extra: int):
+        self.failures = Failures()
+        self.greedy: list[Sample] = []
+        self.zero_variance = 0
+        self._wanted, self._extra = wanted, extra
+        self._groups: list[list[Sample]] = []  # the answers to a prompt, with all their branches
+        self._found: list[int] = []
+        self._fillers: list[int] = []
+
+    @property
+    def prompts(self) -> int:
+        """How many prompts were answered."""
+        return len(self._groups)
+
+    @property
+    def missing(self) -> int:
+        """How many prompts are still to be answered."""
+        most = self._wanted * (1 + self._extra)
+        return max(0, min(self._wanted - len(self._found), most - len(self._groups)))
+
+    def add(self, answers: Sequence[Sequence[Sample]], has_zero_variance: bool) -> None:
+        """Add all answers to a prompt."""
+        (self._fillers if has_zero_variance and self._extra else self._found).append(len(self._groups))
+        self._groups.append([branch for answer in answers for branch in answer])
+        self.zero_variance += has_zero_variance
+
+    def samples(self) -> list[Sample]:
+        """Return the samples that are trained."""
+        # In the order of generation, so that no minibatch has fillers only
+        chosen = sorted([*self._found, *self._fillers][: self._wanted])
+        return [sample for index in chosen for sample in self._groups[index]]
+
+
+class Rollouts:
+    """Generates and scores samples over all replicas. What a replica that is lost had to answer, the others answer."""
 
     def __init__(
         self,
@@ -43,20 +97,14 @@ class Rollouts:
         train: PromptData,
         held_out: Mapping[str, PromptData],
     ):
-        self._recipe = recipe
-        self._replicas, self._scorers = replicas, scorers
-        self.train = train
-        self.held_out = held_out
+        self._recipe, self._replicas, self._scorers = recipe, replicas, scorers
+        self.train, self.held_out = train, held_out
 
     def generate_batch(self, version: int, batch: int, recipe: Recipe) -> RolloutBatch:
-        """Generate a step's samples.
-
-        Where a prompt's answers have equal rewards, up to `extra_batches` further batches of prompts are generated: see
-        `Selection`.
+        """Generate a step's samples from batches of prompts, of which `batch` is the first; see `Selection`.
 
         Args:
             version: the engine's weights must have this version or a later one.
-            batch: number of the first batch of prompts.
             recipe: with the settings of the step.
 
         Raises:
@@ -73,7 +121,7 @@ class Rollouts:
         return self._batch(selection, batches)
 
     def _select(self, answers: Sequence[list[Sample]], selection: Selection) -> None:
-        """Score answers, all answers to a prompt in a row, and add them to a step's."""
+        """Score answers, all to a prompt in a row, and add them to a step's."""
         scored, greedy = self._scored(answers, selection.failures)
         selection.greedy += greedy
         per_prompt = self._recipe.algorithm.samples_per_prompt
@@ -155,24 +203,20 @@ class Rollouts:
     def evaluate(self, version: int, recipe: Recipe) -> EvalResult:
         """Answer the held-out problems as `evaluation` says, and score the answers.
 
-        Args:
-            version, recipe: as for `generate_batch`.
-
-        Raises:
-            StaleWeights: the engine's weights are older, or a sync of them was interrupted.
-            FailedRewards: all of the rewards failed.
-            NoReplicas: all replicas have been lost.
+        Args and errors are those of `generate_batch`, but `FailedRewards`: all of the rewards failed.
         """
         metrics: dict[str, float] = {}
         failures = Failures()
         for name, data in self.held_out.items():
             of_file = Failures()
             groups = self._answer_held_out(name, data, version, recipe, of_file)
-            where = "" if name == DATA_EVAL else f" of evaluation.data.{name}"
+            prefix, where = f"eval/{name}/", f" of evaluation.data.{name}"
+            if name == DATA_EVAL:
+                prefix, where = "eval/", ""
             self._check(of_file, sum(map(len, groups)), allowed=1.0, where=f" on held-out problems{where}")
             failures.add(of_file.counts, of_file.examples)
             found = measure(groups, recipe.evaluation.ks, self._final_answer is not None)
-            metrics |= {f"{prefix_of(name)}{key}": value for key, value in found.items()}
+            metrics |= {f"{prefix}{key}": value for key, value in found.items()}
         problems = {name: len(data.examples) for name, data in self.held_out.items()}
         return EvalResult(metrics, problems, dict(failures.counts), failures.examples)
 
@@ -271,11 +315,7 @@ class PartialRollouts(Rollouts):
         return replace(self._batch(selection, batches), unfinished=unfinished, dropped_tokens=dropped)
 
     def generate_ahead(self, version: int, recipe: Recipe, stop: Callable[[], bool]) -> None:
-        """Generate answers that later steps train, until `stop` returns True.
-
-        Raises:
-            StaleWeights, NoReplicas: as for `generate_batch`.
-        """
+        """Generate answers that later steps train, until `stop` returns True. Raises: as `generate_batch`."""
         ahead = recipe.async_
         most = min(ahead.batches_in_flight, ahead.max_staleness, recipe.run.steps - version)
         self._fill(version, most, recipe.algorithm.prompts_per_step, recipe)

@@ -49,8 +49,7 @@ class Sample:
     Attributes:
         reference: the data's answer to the prompt, with which a reward function compares.
         row: of the prompt in its file; None where it is not known.
-        prompt_ids: int32, the tokens of the prompt.
-        tokens: int32, those of the answer, what an environment wrote in it included.
+        prompt_ids, tokens: int32, of the prompt and of the answer, what an environment wrote in it included.
         loss_mask: whether the policy generated each token.
         logprobs: float32, of the policy's tokens, by vLLM: of the distribution at the temperature, over all tokens.
         versions: for each token, the version of the weights that generated it (for an environment's, the turn before
@@ -140,22 +139,20 @@ def answers_of(samples: Sequence[Sample]) -> list[list[Sample]]:
 
 def queries_of(answers: Sequence[Sequence[Sample]], per_prompt: int) -> list[Query]:
     """Return what a scorer is asked of answers, `per_prompt` of which in a row are to one prompt."""
-    found = []
-    for number, branches in enumerate(answers):
-        last = next(branch for branch in branches if branch.last)
-        found.append(
-            Query(
-                answer=last.answer,
-                reference=last.reference,
-                prompt=last.prompt,
-                row=last.row,
-                prompt_ids=last.prompt_ids,
-                tokens=last.tokens,
-                prompt_number=number // per_prompt,
-                given=last.reward if last.scored else None,
-            )
+    lasts = [next(branch for branch in branches if branch.last) for branches in answers]
+    return [
+        Query(
+            answer=last.answer,
+            reference=last.reference,
+            prompt=last.prompt,
+            row=last.row,
+            prompt_ids=last.prompt_ids,
+            tokens=last.tokens,
+            prompt_number=number // per_prompt,
+            given=last.reward if last.scored else None,
         )
-    return found
+        for number, last in enumerate(lasts)
+    ]
 
 
 def with_rewards(answers: Sequence[Sequence[Sample]], rewards: Sequence[float]) -> list[list[Sample]]:
@@ -261,7 +258,6 @@ class AnswerTokens:
     """The tokens that follow a prompt: those that the policy generated, and what was written between them.
 
     Attributes:
-        tokens: of the policy and of others.
         loss_mask: whether the policy generated each token.
         logprobs: of the policy's tokens, by vLLM; empty where it is greedy.
         kept: for each of them, the probability of the tokens that could be sampled; empty where all could.

@@ -37,11 +37,7 @@ class Prompt:
 
 
 class Talk(Protocol):
-    """An answer that is being made.
-
-    Attributes:
-        failure: the kind of failure that ended it; empty if there was none. `message` says more.
-    """
+    """An answer that is being made, and the kind of failure that ended it, empty if none did; `message` says more."""
 
     failure: str
     message: str
@@ -67,12 +63,9 @@ T = TypeVar("T", bound=Talk)
 
 @dataclass(frozen=True)
 class News:
-    """What the leading rank of a replica has decided; it sends it to the others.
+    """What the leading rank of a replica has decided, for the others: new requests by number, and cancelled ones.
 
-    Attributes:
-        requests: new ones by number.
-        cancelled: the numbers of those that nobody waits for any more.
-        done: nothing more is to be generated for now.
+    Once it is `done`, nothing more is to be generated for now.
     """
 
     requests: Mapping[int, GenerationRequest] = field(default_factory=dict)
@@ -81,11 +74,7 @@ class News:
 
 
 class Continuation(Protocol[T]):
-    """What makes answers go on.
-
-    Attributes:
-        failed: what the kinds of its failures begin with.
-    """
+    """What makes answers go on; the kinds of its failures begin with `failed`."""
 
     failed: str
 
@@ -102,23 +91,16 @@ class Continuation(Protocol[T]):
         ...
 
     def follow(self, ended: Mapping[int, Completion], is_idle: bool) -> News:
-        """Return what follows requests that have ended, and what came from elsewhere.
-
-        Args:
-            is_idle: the engine has no requests: then this may wait for some.
-        """
+        """Return what follows ended requests, and what came from elsewhere; without requests it may wait for some."""
         ...
 
     def interrupt(self, ended: Mapping[int, Completion], parts: Mapping[int, Completion], kept: bool) -> Sequence[int]:
-        """Take what the engine has generated when it was stopped between two tokens.
+        """Take what the engine has generated when it was stopped between two tokens; return the requests to drop.
 
         Args:
             ended: requests that have ended.
             parts: what the others have generated.
             kept: the engine has these still.
-
-        Returns:
-            The numbers of requests that the engine shall drop.
         """
         ...
 
@@ -141,8 +123,7 @@ class Answers:
 
     Attributes:
         samples: all answers to a prompt in a row, each with all its branches.
-        failures: conversations that an environment or an agent failed in, by kind; `examples` has what one of each
-            said.
+        failures: conversations that an environment or an agent failed in, by kind; `examples` has a text of each.
         unfinished: the prompts that the replica has still.
         dropped_tokens: how many generated tokens it has dropped since it was asked last.
     """
@@ -158,9 +139,7 @@ class Answers:
 class PromptGroup(Generic[T]):
     """A prompt and the answers to it, which are trained together.
 
-    Attributes:
-        version: of the weights when the prompt was drawn: no token of the answers is from older weights. It stays when
-            answers restart.
+    No token of the answers is from older weights than `version`, which stays when answers restart.
     """
 
     place: Place
@@ -176,8 +155,7 @@ class PromptGroup(Generic[T]):
 class Prompts(Generic[T]):
     """The prompts of a replica that are being answered, on its leading rank: what is asked for, and what is enough.
 
-    Args:
-        settings: with `partial`, unfinished answers are kept for later calls; without it each call waits for all.
+    With `settings.partial`, unfinished answers are kept for later calls; without it each call waits for all.
     """
 
     def __init__(self, continuation: Continuation[T], settings: Async):
@@ -290,8 +268,7 @@ class Scheduler(Generic[T]):
     """Generates the answers of one replica. All its ranks make all calls together, but for `reset`.
 
     Args:
-        prompts: on the leading rank.
-        settings: those of the prompts.
+        prompts: on the leading rank; they have the same settings.
         listens: something comes from elsewhere while the engine generates, such as replies or calls.
         agree: of replicas that step together: returns whether all of them are done.
     """
@@ -314,14 +291,10 @@ class Scheduler(Generic[T]):
         """Generate until enough prompts are answered, and stop the engine between two tokens.
 
         Args:
-            prompts: new ones.
             wanted: how many prompts are to be answered; None: all that there are.
             version: the engine's weights must have this version or a later one.
             stop: called between two tokens, on the leading rank; if it returns True, that is enough.
-            gives: return answers, at most as many as are wanted.
-
-        Returns:
-            The answers, on the leading rank.
+            gives: return answers, at most as many as are wanted; they are on the leading rank.
         """
         lead, at_each_token = self._prompts, bool(stop) or self._listens
         at_ends_alone = not (self._settings.partial or at_each_token)

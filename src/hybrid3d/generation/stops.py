@@ -14,12 +14,7 @@ from hybrid3d.scoring.environments import check_environment
 
 @dataclass(frozen=True)
 class Stops:
-    """Stops, by how they are found.
-
-    Attributes:
-        texts: which are found in decoded text.
-        ids: special tokens.
-    """
+    """Stops, by how they are found: texts in decoded text, and special tokens."""
 
     texts: tuple[str, ...] = ()
     ids: frozenset[int] = frozenset()

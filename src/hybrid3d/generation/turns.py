@@ -20,13 +20,7 @@ from hybrid3d.generation.scheduler import News, Prompt
 from hybrid3d.generation.stops import Stops, ends_with_stop, find_stops, pause_tokens
 from hybrid3d.rl.data import Example
 from hybrid3d.rl.token_texts import TokenTexts, decode_part, encode_part
-from hybrid3d.scoring.environments import (
-    ConversationItem,
-    EnvironmentRunner,
-    Reply,
-    check_environment,
-    completed,
-)
+from hybrid3d.scoring.environments import EnvironmentRunner, Reply, check_environment, completed
 
 POLL_SECONDS = 0.05  # while all answers wait for replies
 OF_ENVIRONMENT = "environment_"  # prefix of the kinds of failures of environments, not of rewards
@@ -42,10 +36,7 @@ class Trajectory(AnswerTokens):
         turns: texts of the policy and of the environment, alternating, without the policy's current turn.
         turn_start: index in `tokens` of the policy's current turn.
         requests: how many the engine has completed for this answer.
-        stopped: whether a stop of `rollout.stop` has ended it.
-        done: whether it is complete.
-        failure: the kind of the environment's failure that ended it; empty if there was none.
-        message: what the failure said.
+        failure: the kind of the environment's failure that ended it; empty if there was none. `message` says more.
     """
 
     example: Example
@@ -73,10 +64,6 @@ class Trajectory(AnswerTokens):
     def replies(self) -> int:
         """How many times the environment has replied."""
         return len(self.turns) // 2
-
-    def request_seed(self) -> int | None:
-        """Return a seed of its own for each request; the first is the answer's seed."""
-        return seed_of_request(self.seed, self.requests)
 
     def append_completion(self, completion: Completion) -> None:
         """Append tokens that the policy generated."""
@@ -131,7 +118,7 @@ class Turns:
             prompt_ids=answer.context,
             max_new_tokens=self._max_new_tokens - len(answer.tokens),
             stop_tokens=[self._end_token, *sorted(self._stop_tokens | self._ends.ids)],
-            seed=answer.request_seed(),
+            seed=seed_of_request(answer.seed, answer.requests),
             sampling=replace(sampling, stop=self._ends.texts),
         )
 
@@ -157,14 +144,13 @@ class Turns:
     def replies(self, answers: Sequence[Trajectory], soon: bool) -> list[Future[Reply]]:
         """Ask for the replies to answers' current turns, which are empty where none is asked for.
 
-        Args:
-            soon: return at once, and let no reply wait for another; otherwise all are there on return.
+        If it is to be `soon`, no reply waits for another; otherwise all are there on return.
         """
         assert self._runner is not None, "without an environment an answer ends with its first turn"
-        asking = {answer.number: self._item(answer) for answer in answers if self._has_ended_turn(answer)}
-        items = [*asking.values()]
+        asking = [answer for answer in answers if self._has_ended_turn(answer)]
+        items = [((*one.turns, self._turn(one)), one.example.answer, one.example.prompt) for one in asking]
         found = map(self._runner.reply_soon, items) if soon else map(completed, self._runner.reply(items))
-        replies = dict(zip(asking, found, strict=True))
+        replies = dict(zip((answer.number for answer in asking), found, strict=True))
         return [replies.get(answer.number) or completed(Reply("")) for answer in answers]
 
     def go_on(self, answer: Trajectory, reply: Reply) -> None:
@@ -199,12 +185,7 @@ class Turns:
             self._runner.close()
 
     def _turn(self, answer: Trajectory) -> str:
-        """Return the policy's current turn as text."""
         return self._text(answer, answer.turn_start, len(answer.tokens))
-
-    def _item(self, answer: Trajectory) -> ConversationItem:
-        """Return the arguments of the environment."""
-        return (*answer.turns, self._turn(answer)), answer.example.answer, answer.example.prompt
 
     def _has_ended_turn(self, answer: Trajectory) -> bool:
         """Return whether the environment is to reply: not where turns ran out, or vLLM paused or was cut elsewhere.
@@ -219,7 +200,6 @@ class Turns:
         return ends_with_stop(self._turn(answer), self._text(answer, count - 1, count), self._stops.texts)
 
     def _text(self, answer: Trajectory, start: int, end: int) -> str:
-        """Return the text of these tokens of an answer."""
         prompt = len(answer.example.prompt_ids)
         return decode_part(self._tokenizer, answer.tokens[start:end], answer.context[: prompt + start])
 

@@ -71,11 +71,10 @@ def register_adapter(manager: LoRAModelManager, lora: Lora) -> None:
 
 
 class VllmAdapterSink(EngineSink, NamedTensors):
-    """The demand of one vLLM rank for adapters, and the sink (`reshard.ends.WeightSink`) that receives them.
+    """The demand of one vLLM rank for adapters, and the sink (`reshard.ends.WeightSink`) that receives them, in place.
 
     Attributes:
         demand: the parts of the matrices in PEFT's files that the rank needs; known once `demand_for` has been called.
-        finalize_bytes: 0; they are written in place.
     """
 
     demand: Demand
@@ -83,11 +82,7 @@ class VllmAdapterSink(EngineSink, NamedTensors):
     rounded_scales: Collection[str] = ()
 
     def __init__(self, manager: LoRAModelManager, lora: Lora, owner: SinkOwner | None = None):
-        """
-        Args:
-            manager: what vLLM has wrapped the rank's model with.
-            owner: the engine that has the model; by default there is none.
-        """
+        """Take what vLLM has wrapped the rank's model with, and the engine that has the model, if there is one."""
         EngineSink.__init__(self, owner)
         self._manager = manager
         self._scale = lora.alpha / lora.rank

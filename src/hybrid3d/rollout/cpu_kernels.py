@@ -71,7 +71,6 @@ class _OneByOne:
     def _weights_of(
         self, w1: torch.Tensor, w2: torch.Tensor, expert: int, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the two matrices of an expert."""
         return w1[expert], w2[expert]
 
 

@@ -36,12 +36,12 @@ from hybrid3d.generation.engine import (
 )
 from hybrid3d.patches import apply, set_existing
 from hybrid3d.reshard.file_index import read_shapes
+from hybrid3d.reshard.fp8 import BLOCK
 from hybrid3d.reshard.plan.layout import Shape
 from hybrid3d.rollout import patches
 from hybrid3d.rollout.adapters import ADAPTER, VllmAdapterSink, adapter_settings, manager_of, register_adapter
-from hybrid3d.rollout.fp8 import names_of, quantization_config
 from hybrid3d.rollout.router_replay import RoutedExperts
-from hybrid3d.rollout.sink import SinkOwner, VllmSink
+from hybrid3d.rollout.sink import SinkOwner, VllmSink, names_of
 from hybrid3d.rollout.truncation import LOGPROBS, kept_probability
 
 T = TypeVar("T")
@@ -59,11 +59,7 @@ KINDS_OF_MEMORY: tuple[EngineMemory, ...] = get_args(EngineMemory)
 
 
 def engine_settings(recipe: Recipe, layers: int | None = None) -> dict[str, Any]:
-    """Return the vLLM arguments that determine how a recipe's model is built and sharded.
-
-    Args:
-        layers: build only so many layers, to query vLLM about them; None builds the whole model.
-    """
+    """Return the vLLM arguments that tell how a recipe's model, or one with so many layers, is built and sharded."""
     rollout = recipe.rollout
     assert rollout is not None, "checked when the recipe was read"
     quantization = None if rollout.quantization is None else quantization_config(_config_of(recipe))
@@ -86,6 +82,16 @@ def engine_settings(recipe: Recipe, layers: int | None = None) -> dict[str, Any]
         # the offset of the request's generator, which CPU generators do not have.
         enable_chunked_prefill=False if current_platform.is_cpu() else None,
     )
+
+
+def quantization_config(config: Config) -> dict[str, Any]:
+    """Return the `quantization_config` of a checkpoint that has what a sync sends of a model with this config."""
+    return {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+        "modules_to_not_convert": ["lm_head", *family_of(config).routers(config)],
+    }
 
 
 def _attention_backend(recipe: Recipe) -> str | None:
@@ -121,14 +127,11 @@ def _override(config: Any, layers: int | None, quantization: dict[str, Any] | No
 
 
 class RolloutEngine(SinkOwner):
-    """One rank's vLLM. All ranks of a replica call every method together, with the same arguments.
+    """One rank's vLLM, which implements `Engine`. All ranks of a replica call each method with the same arguments.
 
     Attributes:
-        replica: the number of the replica that this rank belongs to; `rank_in_replica` is its rank there.
-        replicas: how many there are.
+        rank_in_replica: this rank's number in its replica.
         discards_weights: whether sleeping frees the weights, so that each sync must send all of them.
-        leads: whether this rank reports for its replica.
-        steps_together: whether replicas share experts, so that a step of one is a step of all.
         weight_version: version of the engine's weights; None before the first sync and while a sync is incomplete.
         generated: passes of the model until now, and how many tokens they generated.
     """
@@ -208,11 +211,6 @@ class RolloutEngine(SinkOwner):
         return self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
 
     def submit(self, requests: Mapping[int, GenerationRequest], version: int) -> None:
-        """Begin to generate completions of requests, by their numbers, with weights of this version or a later one.
-
-        Raises:
-            StaleWeights: the engine's weights are older, or a sync of them was interrupted.
-        """
         self._check_version(version)
         for number, request in requests.items():
             params = _sampling_params(request)
@@ -222,11 +220,9 @@ class RolloutEngine(SinkOwner):
             self._submitted[number] = []
 
     def step(self) -> dict[int, Completion]:
-        """Generate the next token of the submitted requests; return the completions that have ended, by number."""
         return self._step() if self._llm.llm_engine.has_unfinished_requests() else {}
 
     def drain(self) -> dict[int, Completion]:
-        """Generate until all requests have ended, those of replicas that step together too; return the completions."""
         ended: dict[int, Completion] = {}
         while self._llm.llm_engine.has_unfinished_requests():
             ended |= self._step()
@@ -237,7 +233,8 @@ class RolloutEngine(SinkOwner):
         rng = torch.get_rng_state()
         outputs = self._llm.llm_engine.step()
         torch.set_rng_state(rng)  # vLLM's sampling must not advance the trainer's random state
-        self._count(1, sum(len(output.outputs[0].token_ids) for output in outputs))
+        passes, tokens = self.generated
+        self.generated = (passes + 1, tokens + sum(len(output.outputs[0].token_ids) for output in outputs))
         ended = {}
         for output in outputs:
             number = int(output.request_id)
@@ -264,14 +261,8 @@ class RolloutEngine(SinkOwner):
     def _experts_of(self, number: int) -> ExpertChoices:
         return NO_CHOICES if self._experts is None else self._experts.of_request(str(number))
 
-    def _count(self, passes: int, tokens: int) -> None:
-        self.generated = (self.generated[0] + passes, self.generated[1] + tokens)
-
     def interrupt(self) -> dict[int, Completion]:
-        """End all requests that were submitted, between two tokens, and return their tokens so far, by number.
-
-        Without `async.partial` vLLM tells the tokens of whole answers only, and there are none.
-        """
+        """End all requests; without `async.partial` vLLM tells the tokens of whole answers only, and there are none."""
         engine, version = self._llm.llm_engine, self._check_version()
         found = {
             number: join_completions(parts, version, self._experts_of(number))
@@ -288,12 +279,6 @@ class RolloutEngine(SinkOwner):
         return found
 
     def pause(self) -> tuple[dict[int, Completion], dict[int, Completion]]:
-        """Stop between two tokens; the next `step` goes on with the same requests, and their KV cache.
-
-        Returns:
-            The completions that have ended, and what the other requests have generated since they were submitted or
-            paused, by number.
-        """
         ended: dict[int, Completion] = {}
         core = self._llm.llm_engine.engine_core.engine_core
         core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
@@ -306,17 +291,14 @@ class RolloutEngine(SinkOwner):
         return ended, paused
 
     def cancel(self, numbers: Sequence[int]) -> None:
-        """End requests that were submitted."""
         for number in numbers:
             self._llm.llm_engine.abort_request([str(number)])
             del self._submitted[number]
 
     def broadcast(self, value: T | None) -> T:
-        """Return the value of the replica's leading rank."""
         return cast(T, get_tp_group().broadcast_object(value))
 
     def _check_version(self, version: int = 0) -> int:
-        """Return the version of the weights, which must be at least `version`."""
         if self.weight_version is None:
             raise StaleWeights("vLLM's weights are incomplete: no sync has finished since the last change")
         if self.weight_version < version:

@@ -80,8 +80,7 @@ class Unit:
 class OpenUnit:
     """A unit's tensors in loader layout, in the memory of live tensors with the same layout, else in extra memory.
 
-    Args:
-        requantized: the names of weights that arrive as vLLM would quantize them anew.
+    Weights of the `requantized` names arrive as vLLM would quantize them anew.
     """
 
     def __init__(self, unit: Unit, fills: Sequence[Fill], requantized: Container[str] = ()):
@@ -172,7 +171,8 @@ class OpenUnit:
             process_weights_after_loading(self.unit.root, vllm_config.model_config, device)
         for module, tensors in self._live.items():
             for name, old in tensors.items():
-                if _keep_address(_holder(module, name), name, old):
+                holder: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+                if _keep_address(holder, name, old):
                     self._moved.add(id(old))
         for module, attributes in self._attributes.items():
             for name, attribute in attributes.items():
@@ -211,11 +211,7 @@ def _attributes_of(module: Module) -> dict[str, torch.Tensor]:
 
 
 def _keep_address(tensors: dict[str, Any], name: str, old: torch.Tensor | None) -> bool:
-    """Copy a finalized tensor into the memory of the live one, and put the live tensor object back.
-
-    Args:
-        tensors: a module's parameters, buffers or attributes.
-        old: the live tensor.
+    """Copy a finalized tensor into the memory of the live one, `old`, and put the live tensor object back.
 
     Returns:
         Whether the finalized tensor was in other memory.
@@ -307,16 +303,9 @@ def swap_back(live: LiveTensors) -> None:
     for module, tensors in live.items():
         places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for current in places:
-            for name in list(current):
-                if name in tensors:
-                    current[name] = tensors[name]
-                else:
-                    del current[name]
-
-
-def _holder(module: Module, name: str) -> dict[str, Any]:
-    """Return the dictionary of a module that holds this tensor."""
-    return module._parameters if name in module._parameters else module._buffers
+            before = {name: tensors[name] for name in current if name in tensors}
+            current.clear()
+            current.update(before)
 
 
 def tensors_of(root: Module, path: str = "") -> Iterator[tuple[str, Module, str, torch.Tensor]]:

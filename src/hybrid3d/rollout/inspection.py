@@ -43,6 +43,7 @@ class Inspection:
         self._engine = engine
         self._runner = engine.model_runner
         self._config = self._runner.vllm_config
+        self._device = torch.device(self._config.device_config.device)
 
     @property
     def model(self) -> Module:
@@ -99,9 +100,8 @@ class Inspection:
                 setattr(fresh, key, value)
 
     def forget(self) -> None:
-        """Drop the prefix cache, as `RolloutEngine.reset_cache` does after a sync."""
-        if not self._engine.llm.reset_prefix_cache():
-            raise RuntimeError("vLLM did not reset its prefix cache because requests are still running")
+        """Drop the prefix cache, as after a sync."""
+        self._engine.reset_cache()
 
     def answers(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Return what the engine samples with the model that it uses now."""
@@ -148,11 +148,6 @@ class Inspection:
         with set_forward_context(None, self._config, num_tokens=TOKENS):
             computed: torch.Tensor = module(inputs)
         return computed
-
-    @property
-    def _device(self) -> torch.device:
-        device: torch.device = torch.device(self._config.device_config.device)
-        return device
 
     def _inputs(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         rows = torch.eye(size, device=self._device) if size <= MAX_UNIT_ROWS else self._random(TOKENS, size)

@@ -8,6 +8,7 @@ other operation on them raises an error that names the tensor.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -30,11 +31,7 @@ class UnsupportedLoader(UnsupportedModel):
 
 @dataclass(frozen=True)
 class Destination:
-    """A parameter or buffer in loader layout: that in which the loader writes it.
-
-    Attributes:
-        padding: views of it that no loader writes, because vLLM clears them when it processes the tensor.
-    """
+    """A parameter or buffer in loader layout, and views of it that vLLM clears in processing, and no loader writes."""
 
     name: str
     tensor: torch.Tensor
@@ -163,8 +160,7 @@ def record_copies(
     """Return what a function of vLLM that is called with traced tensors copies from them into the destinations.
 
     Args:
-        shapes: every tensor and its full shape.
-        dtype: of the tensors.
+        shapes: every tensor and its full shape; all have the same dtype.
 
     Raises:
         UnsupportedLoader: it does more than slice and copy.
@@ -181,10 +177,8 @@ def record_demand(
     """Run a model's `load_weights` on traced tensors and return the demand that it implies.
 
     Args:
-        model: a vLLM model whose parameters are in loader layout.
-        shapes: every canonical tensor and its full shape.
-        dtype: dtype of the canonical tensors.
-        destinations: the model's parameters and buffers.
+        model: a vLLM model whose parameters are in loader layout; they and its buffers are the destinations.
+        shapes: every canonical tensor and its full shape; all have the same dtype.
 
     Raises:
         UnsupportedLoader: the loader does more than slice, copy and fill, or leaves part of a parameter unwritten.
@@ -214,38 +208,30 @@ def record_demand(
 def _check_written(recorder: _LoadRecorder, destinations: list[Destination]) -> None:
     """Check that each element of every parameter is written exactly once: one left out would keep an older value.
 
-    Raises:
-        UnsupportedLoader: with the first 20 tensors for which this does not hold.
+    UnsupportedLoader names the first 20 tensors for which this does not hold.
     """
-    writes: dict[str, list[tuple[View, Shape]]] = {}
-    for piece in recorder.pieces:
-        writes.setdefault(piece.view.tensor, []).append((piece.view, piece.box.size))
-    for fill in recorder.fills:
-        writes.setdefault(fill.view.tensor, []).append((fill.view, fill.size))
+    writes: dict[str, list[tuple[View, Shape]]] = defaultdict(list)
+    for view, size in [*((p.view, p.box.size) for p in recorder.pieces), *((f.view, f.size) for f in recorder.fills)]:
+        writes[view.tensor].append((view, size))
     problems: dict[str, str] = {}
     for destination in destinations:
         d = recorder.first_of_tied(destination)
         if d.name not in writes and not isinstance(d.tensor, torch.nn.Parameter):
             continue
-        times, run = _count_writes(d.tensor, [*writes.get(d.name, []), *recorder.padding_of(d)])
+        times, run = _count_writes(d.tensor, [*writes[d.name], *recorder.padding_of(d)])
         if not bool((times == 1).all()):
             problems[d.name] = (
                 f"  {d.name}: of {d.tensor.numel()} elements {int((times == 0).sum()) * run} are left unwritten, "
                 f"and {int((times > 1).sum()) * run} are written more than once"
             )
     if problems:
-        lines = [*list(problems.values())[:20], *(["  ..."] if len(problems) > 20 else [])]
-        summary = (
-            f"{len(problems)} tensors of vLLM would not be written exactly once by the tensors that Megatron holds:"
-        )
-        raise UnsupportedLoader("\n".join([summary, *lines]))
+        summary = "tensors of vLLM would not be written exactly once by the tensors that Megatron holds:"
+        lines = [f"{len(problems)} {summary}", *list(problems.values())[:20], *["  ..."][: len(problems) > 20]]
+        raise UnsupportedLoader("\n".join(lines))
 
 
 def _count_writes(tensor: torch.Tensor, writes: list[tuple[View, Shape]]) -> tuple[torch.Tensor, int]:
-    """Return how often each run of contiguous elements is written, and the length of a run.
-
-    The length is chosen such that no view begins or ends within a run.
-    """
+    """Return how often each run of contiguous elements is written, and its length; no view begins or ends in a run."""
     full = (View("", 0, tensor.stride()), tuple(tensor.shape))
     run = math.gcd(*(n for view, size in (full, *writes) for n in _run_divisors(view, size))) or 1
     times = torch.zeros(span_bytes(tensor) // tensor.itemsize // run, dtype=torch.uint8)

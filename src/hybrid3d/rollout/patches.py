@@ -88,16 +88,14 @@ NEW_GROUP = Patch(
 )
 
 
-@contextlib.contextmanager
-def external_rank(slot: int, rollout: Rollout) -> Iterator[None]:
+def external_rank(slot: int, rollout: Rollout) -> contextlib.AbstractContextManager[Any]:
     """Set RANK to the slot: vLLM derives from it which shard it compiles and caches graphs for.
 
-    With data parallelism RANK is the rank within the engine, as vLLM computes its data-parallel rank for a world of one
+    With data parallelism it is the rank within the engine: vLLM computes its data-parallel rank for a world of one
     engine.
     """
     rank = slot if rollout.dp == 1 else slot % (rollout.tp * rollout.dp)
-    with mock.patch.dict(os.environ, RANK=str(rank)):
-        yield
+    return mock.patch.dict(os.environ, RANK=str(rank))
 
 
 @contextlib.contextmanager
@@ -105,10 +103,7 @@ def groups_over_slots(slots: Sequence[int]) -> Iterator[None]:
     """Make vLLM build its process groups from slots instead of ranks.
 
     vLLM numbers a group's members in the order given; torch sorts them by rank unless `sort_ranks` is False, which
-    torch 2.11 does not have. Where slots are ranks, nothing is to be done.
-
-    Args:
-        slots: the slot of each rank.
+    torch 2.11 does not have. Where the slot of each rank is the rank, nothing is to be done.
     """
     if all(slot == rank for rank, slot in enumerate(slots)):
         yield

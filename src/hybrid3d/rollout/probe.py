@@ -37,10 +37,9 @@ from vllm.utils.torch_utils import set_default_torch_dtype  # isort: skip
 
 @dataclass(frozen=True)
 class SlotDemand:
-    """Holds the demand of a slot and its other memory requirements.
+    """The demand of a slot in a sync, and its other memory requirements.
 
     Attributes:
-        demand: the pieces that the slot needs in a sync.
         finalize_bytes: upper bound of the memory that open units take in addition to the live tensors.
         kv_bytes: bytes of KV cache per token, by layer.
     """
@@ -103,11 +102,9 @@ def expert_shares(experts: int, slots: int) -> list[dict[int, int]]:
 
 
 def _with_experts(slot_demand: SlotDemand, first: SlotDemand, share: Mapping[int, int]) -> SlotDemand:
-    """Return a slot's demand with its experts replaced by another share of them.
+    """Return a slot's demand with other experts: `share` has the global number of each local one.
 
-    Args:
-        first: demand of the first slot, whose share is among the largest: it has the pieces of each local expert.
-        share: global number of each local expert.
+    The first slot's share is among the largest: it has the pieces of each local expert.
     """
     local_experts: dict[str, int] = {}
     experts: dict[int | None, list[Piece]] = defaultdict(list)
@@ -127,11 +124,7 @@ def _with_experts(slot_demand: SlotDemand, first: SlotDemand, share: Mapping[int
 
 
 def trace_demand(recipe: Recipe, shapes: Mapping[str, Shape], rank: int, layers: int | None = None) -> SlotDemand:
-    """Return the demand of one rank of an engine, recorded while vLLM loads its share of the model.
-
-    Args:
-        rank: within one engine.
-        layers: record a model with only so many layers.
+    """Return the demand of one rank of an engine, recorded while vLLM loads its share of the model, or of some layers.
 
     Raises:
         UnsupportedLoader: vLLM's loader does something that cannot be replayed.
@@ -189,12 +182,7 @@ def _kv_bytes(config: VllmConfig) -> Iterator[tuple[int, int]]:
 
 
 def _replicate_layers(demand: Demand, representatives: Sequence[int], wanted: Container[int] | None) -> Demand:
-    """Extend a demand that has one layer of each kind to all layers.
-
-    Args:
-        representatives: for each layer, the layer of its kind that the demand has.
-        wanted: the layers to return; None stands for all.
-    """
+    """Extend a demand that has one layer of each kind, the representative of others, to all layers that are wanted."""
     filled = [fill.view.tensor for fill in demand.fills if layer_of(fill.view.tensor) is not None]
     if filled:
         raise UnsupportedLoader(

@@ -23,11 +23,7 @@ if TYPE_CHECKING:
 
 
 class RoutedExperts:
-    """Reads the choices of experts that an engine returns.
-
-    Args:
-        config: the checkpoint's `config.json`, of a model with experts.
-    """
+    """Reads the choices of experts that an engine returns, of a model with experts whose `config.json` it is given."""
 
     def __init__(self, llm: LLM, config: Config):
         experts = family_of(config).experts(config)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -38,9 +38,7 @@ MAX_OPEN_UNITS = 2
 class SinkOwner:
     """The engine whose weights a sink receives; this one stands for that of a model which only receives weights.
 
-    Attributes:
-        weight_version: of its weights; None while they are incomplete.
-        discards_weights: whether its weights are freed between syncs.
+    The version of the weights is None while they are incomplete; they may be freed between syncs.
     """
 
     weight_version: int | None = None
@@ -68,11 +66,7 @@ class EngineSink:
         self._owner.weight_version = None
 
     def commit(self, version: int) -> None:
-        """Let the engine generate with the weights.
-
-        Raises:
-            RuntimeError: requests that older weights have answered in part are still running.
-        """
+        """Let the engine generate with the weights. RuntimeError: requests that older ones began still run."""
         self._owner.reset_cache()
         self._owner.weight_version = version
 
@@ -94,11 +88,11 @@ class VllmSink(EngineSink):
         requantized: frozenset[str] = frozenset(),
         owner: SinkOwner | None = None,
     ):
-        """
+        """Receive the weights of a model, for the engine that has it, if there is one.
+
         Args:
             requantized: the local names of weights in FP8 that arrive as vLLM would quantize them anew, with scales
                 that are powers of two, so that it need not.
-            owner: the engine that has the model; by default there is none.
         """
         super().__init__(owner)
         self._model, self._vllm_config, self._requantized = model, vllm_config, requantized
@@ -156,8 +150,7 @@ class VllmSink(EngineSink):
     def prepare(self, order: Sequence[int | None]) -> None:
         """Assign memory to the tensors of every unit. This is called before the first sync, and for each new plan.
 
-        Args:
-            order: the layers in the order in which they will be opened; None stands for the modules outside of layers.
+        The layers will be opened in this order; None stands for the modules outside of layers.
         """
         self._open_units, self._buffers = {}, []  # free their memory first
         fills: dict[int | None, list[Fill]] = defaultdict(list)
@@ -176,10 +169,7 @@ class VllmSink(EngineSink):
         return {kind_of(piece.name) for piece in self.demand.pieces if piece.view.tensor in self._requantized}
 
     def kept_tensors(self) -> set[str]:
-        """Return the local names of the tensors that a sync writes in live memory, and that finalizing does not move.
-
-        They stay there from sync to sync.
-        """
+        """Return the local names of tensors that a sync writes in live memory, where they stay from sync to sync."""
         return {name for unit in self._open_units.values() for name in unit.kept_tensors()}
 
     def begin(self) -> None:
@@ -223,6 +213,21 @@ class VllmSink(EngineSink):
             raise RuntimeError(
                 f"the sync ended with {len(self._pending)} of {len(self._open_units)} units not finalized"
             )
+
+
+def names_of(weights: Iterable[torch.Tensor], model: torch.nn.Module) -> frozenset[str]:
+    """Return the names of the parameters of a model that have these weights' memory.
+
+    Raises:
+        RuntimeError: some weights are in other memory, so that a sync would not know what vLLM does with them.
+    """
+    addresses = {weight.data_ptr() for weight in weights}
+    found = {name: parameter for name, parameter in model.named_parameters() if parameter.data_ptr() in addresses}
+    if missing := len(addresses) - len({parameter.data_ptr() for parameter in found.values()}):
+        raise RuntimeError(
+            f"vLLM quantized {len(addresses)} weights anew, and {missing} are no parameters of its model"
+        )
+    return frozenset(found)
 
 
 def _piece_order(piece: Piece) -> tuple[float, list[tuple[int, str]]]:

@@ -22,7 +22,7 @@ WAITING_ANYWHERE = ("torch.distributed.distributed_c10d", "vllm.distributed.")
 WAITING_INNERMOST = (
     *("megatron.core.distributed.", "megatron.core.pipeline_parallel.", "megatron.core.tensor_parallel."),
     *("hybrid3d.reshard.move.transport", "hybrid3d.reshard.move.nixl", "hybrid3d.reshard.move.lent_memory"),
-    *("hybrid3d.distributed", "hybrid3d.generation.delivery"),
+    *("hybrid3d.distributed", "hybrid3d.generation.exchange"),
 )
 WAITING_OURS = ("hybrid3d.workers.", "hybrid3d.sync.", "hybrid3d.trainer.remote_generator")
 # Modules whose functions have their process group in these variables, or in these attributes of `self`. The variables

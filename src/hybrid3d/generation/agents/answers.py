@@ -11,11 +11,11 @@ from hybrid3d import launch_environment
 from hybrid3d.config import Recipe
 from hybrid3d.generation.agents.program import AgentProgram
 from hybrid3d.generation.agents.server import EndpointServer
-from hybrid3d.generation.agents.session import Session, samples_of
-from hybrid3d.generation.agents.sessions import SessionPool
+from hybrid3d.generation.agents.sessions import Session, SessionPool
 from hybrid3d.generation.engine import Completion, Engine, Sampling
-from hybrid3d.generation.samples import Sample
+from hybrid3d.generation.samples import AnswerTokens, Sample
 from hybrid3d.generation.scheduler import News, Prompt
+from hybrid3d.rl.token_texts import decode_part
 
 logger = logging.getLogger(__name__)
 
@@ -74,3 +74,27 @@ class AgentAnswers:
 
     def samples(self, talk: Session) -> list[Sample]:
         return samples_of(talk, self._tokenizer, self._default_reward)
+
+
+def samples_of(session: Session, tokenizer: Any, default: float) -> list[Sample]:
+    """Return a sample for each branch of a session that has ended, with the reward if its agent has given one.
+
+    A session that has failed has the reward `default`; one without a call has a sample that training learns nothing
+    from.
+    """
+    example, history = session.example, session.history
+    reward = default if session.failure else session.reward
+    if not history.branches:
+        nothing = AnswerTokens(tokens=[tokenizer.eos_token_id], loss_mask=[False], versions=[session.version])
+        return [nothing.sample(example, example.prompt_ids, "", reward)]
+    return [
+        branch.sample(
+            example,
+            branch.prompt_ids,
+            decode_part(tokenizer, branch.tokens, branch.prompt_ids),
+            reward,
+            branch=number,
+            last=branch is history.last,
+        )
+        for number, branch in enumerate(history.branches)
+    ]

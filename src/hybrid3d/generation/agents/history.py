@@ -8,7 +8,7 @@ only what was added is tokenized. A call with another history begins a new branc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,11 +35,7 @@ class PromptTokens:
 
 @dataclass(frozen=True)
 class PromptText:
-    """A prompt that is given as text.
-
-    Attributes:
-        messages: of a chat, which the template has made the text of; None if it is no chat.
-    """
+    """A prompt that is given as text; of a chat, the template has made it of `messages`."""
 
     text: str
     messages: Messages | None = None
@@ -56,7 +52,6 @@ class Turn:
         end: the number of its branch's tokens after it.
         text: of its prompt and its reply, with special tokens.
         messages: of a chat, with the reply as the agent received it; None if it is no chat.
-        reply: the text that the agent received.
         cut: whether the reply is shorter than the generated text, as it was cut at a stop.
     """
 
@@ -115,13 +110,9 @@ class History:
         changes: how often it has changed.
     """
 
-    def __init__(self, tokenizer: Any, writer: Any = None):
-        """
-        Args:
-            tokenizer: of prompts.
-            writer: another one like it, of replies, which are decoded in another thread; None for the same.
-        """
-        self._tokenizer, self._writer = tokenizer, tokenizer if writer is None else writer
+    def __init__(self, tokenizer: Any, writer: Any):
+        """Replies are decoded in another thread than prompts: by `writer`, another tokenizer like `tokenizer`."""
+        self._tokenizer, self._writer = tokenizer, writer
         self.branches: list[Branch] = []
         self.last: Branch | None = None
         self.changes = 0
@@ -136,13 +127,12 @@ class History:
         ids = prompt.ids if isinstance(prompt, PromptTokens) else self._encode(prompt)
         return Extension(None, None, tuple(ids), changes)
 
-    def begin(self, prompt: CallPrompt, plan: Extension | None = None) -> Branch:
+    def begin(self, prompt: CallPrompt, plan: Extension) -> Branch:
         """Begin a call: return the branch to which it generates, whose context is the call's prompt.
 
-        Args:
-            plan: what `plan` has returned; it is made anew if the history has changed since, or without it.
+        What `plan` has returned is made anew if the history has changed since.
         """
-        if plan is None or plan.changes != self.changes:
+        if plan.changes != self.changes:
             plan = self.plan(prompt)
         self.changes += 1
         branch, turn = plan.branch, plan.turn
@@ -187,8 +177,7 @@ class History:
     def render(self, messages: Messages, ends: bool = False) -> str:
         """Return the text that the chat template makes of messages.
 
-        Args:
-            ends: the messages end here; otherwise the beginning of the policy's reply follows.
+        Unless they end here, the beginning of the policy's reply follows.
 
         Raises:
             NoChatTemplate: there is no template, or it does not accept the messages.
@@ -204,15 +193,14 @@ class History:
         self.branches.append(branch)
         return branch
 
-    def _longest_first(self) -> Iterator[tuple[Branch, Turn]]:
-        """Yield all turns, those with the longest contexts first; of equal ones first those that can be continued."""
-        turns = [(branch, turn) for branch in self.branches for turn in branch.turns]
+    def _longest_first(self) -> list[tuple[Branch, Turn]]:
+        """Return all turns, those with the longest contexts first; of equal ones first those that can be continued."""
 
         def key(item: tuple[Branch, Turn]) -> tuple[int, bool]:
             branch, turn = item
             return -len(branch.prompt_ids) - turn.end, branch.busy or turn is not branch.turns[-1]
 
-        return iter(sorted(turns, key=key))
+        return sorted(((branch, turn) for branch in self.branches for turn in branch.turns), key=key)
 
     def _added(self, branch: Branch, turn: Turn, prompt: CallPrompt) -> Sequence[int] | None:
         """Return the tokens that a prompt adds to the context of a turn; None if it does not begin with this."""
@@ -233,7 +221,7 @@ class History:
         that of its tokens. None if the messages are others, or the template changes the history in another way.
         """
         assert prompt.messages is not None, "only chats have messages"
-        if len(prompt.messages) < len(history) or any(map(_differ, history, prompt.messages)):
+        if [*map(_essence, history)] != [*map(_essence, prompt.messages[: len(history)])]:
             return None
         try:
             before, after = self.render(history[:-1]), self.render(history, ends=True)
@@ -258,10 +246,6 @@ class History:
         if prompt.messages is None:
             return encode_prompt(self._tokenizer, prompt.text)
         return list(self._tokenizer.encode(prompt.text, add_special_tokens=False))
-
-
-def _differ(one: Message, other: Message) -> bool:
-    return _essence(one) != _essence(other)
 
 
 def _essence(message: Message) -> dict[str, Any]:
@@ -297,7 +281,6 @@ class Call:
 
     Attributes:
         max_tokens: of the reply at most; None: as many as there is room for.
-        stops: texts that end the reply.
         include_stop: whether the reply has the stop that ended it.
     """
 
@@ -311,16 +294,40 @@ class Call:
         """Whether its prompt is messages."""
         return isinstance(self.prompt, PromptText) and self.prompt.messages is not None
 
+    def check_length(self, rollout: Rollout, longest: int) -> None:
+        """Check that the prompt may fit: by its tokens, or by the characters of so many tokens of `longest` characters.
+
+        Raises:
+            RefusedCall: it cannot.
+        """
+        prompt, most = self.prompt, rollout.max_model_len
+        given = prompt.ids if isinstance(prompt, PromptTokens) else prompt.text
+        unit, limit = ("tokens", most) if isinstance(prompt, PromptTokens) else ("characters", most * longest)
+        if len(given) > limit:
+            problem = f"the prompt has {len(given)} {unit}, and rollout.max_model_len={most} leaves room for {limit}"
+            raise self._refused(problem, "context_length_exceeded")
+
+    def without_room(self, context: int, answer: int, rollout: Rollout) -> RefusedCall:
+        """Return why a prompt of so many tokens leaves no room for a reply; `answer` of them follow its branch's."""
+        if not context:
+            return self._refused("the prompt has no tokens", "invalid_prompt")
+        problem = f"the prompt has {context} tokens, and rollout.max_model_len={rollout.max_model_len} leaves no room"
+        if context < rollout.max_model_len:
+            limit = f"rollout.max_new_tokens={rollout.max_new_tokens}"
+            problem = f"{answer} tokens follow the prompt of the branch, and {limit} leaves no room"
+        return self._refused(f"{problem} for a reply: end the session", "context_length_exceeded")
+
+    def _refused(self, problem: str, code: str) -> RefusedCall:
+        return RefusedCall(problem, code, "messages" if self.is_chat else "prompt")
+
 
 @dataclass(frozen=True)
 class CallResult:
     """The answer to a call.
 
     Attributes:
-        prompt_ids: the tokens that it was generated after.
-        tokens: that were generated, the one that ended it included.
+        tokens: that were generated after the prompt, the one that ended it included.
         logprobs: of these; empty where the session is greedy.
-        text: the reply.
         finish_reason: `stop` or `length`.
     """
 
@@ -329,32 +336,3 @@ class CallResult:
     logprobs: tuple[float, ...]
     text: str
     finish_reason: str
-
-
-def check_length(call: Call, rollout: Rollout, longest: int) -> None:
-    """Check that a prompt may fit, by its tokens or by the characters that so many tokens have at most.
-
-    Args:
-        longest: characters of the longest token.
-
-    Raises:
-        RefusedCall: it cannot.
-    """
-    prompt, most = call.prompt, rollout.max_model_len
-    given = prompt.ids if isinstance(prompt, PromptTokens) else prompt.text
-    unit, limit = ("tokens", most) if isinstance(prompt, PromptTokens) else ("characters", most * longest)
-    if len(given) > limit:
-        problem = f"the prompt has {len(given)} {unit}, and rollout.max_model_len={most} leaves room for {limit}"
-        raise RefusedCall(problem, "context_length_exceeded", "messages" if call.is_chat else "prompt")
-
-
-def no_room(context: int, answer: int, rollout: Rollout, is_chat: bool) -> RefusedCall:
-    """Return why a prompt of so many tokens leaves no room for a reply; `answer` of them follow its branch's prompt."""
-    param = "messages" if is_chat else "prompt"
-    if not context:
-        return RefusedCall("the prompt has no tokens", "invalid_prompt", param)
-    problem = f"the prompt has {context} tokens, and rollout.max_model_len={rollout.max_model_len} leaves no room"
-    if context < rollout.max_model_len:
-        limit = f"rollout.max_new_tokens={rollout.max_new_tokens}"
-        problem = f"{answer} tokens follow the prompt of the branch, and {limit} leaves no room"
-    return RefusedCall(f"{problem} for a reply: end the session", "context_length_exceeded", param)

@@ -15,16 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid3d.generation.agents.history import (
-    Call,
-    CallPrompt,
-    CallResult,
-    History,
-    PromptText,
-    PromptTokens,
-    RefusedCall,
-)
-from hybrid3d.generation.agents.session import Session
+from hybrid3d.generation.agents.history import Call, CallPrompt, CallResult, PromptText, PromptTokens, RefusedCall
+from hybrid3d.generation.agents.sessions import Session
 from hybrid3d.rl.token_texts import decode_part
 
 # What a request may set to other values than these would make samples of another distribution than the policy's, which
@@ -66,13 +58,7 @@ _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how SentencePiece writes a by
 
 @dataclass(frozen=True)
 class Request:
-    """A request of a client.
-
-    Attributes:
-        is_chat: whether it is for `/v1/chat/completions`.
-        streams: whether the answer is sent as events; the usage is sent then if `usage` is true.
-        logprobs, token_ids: whether the answer has them.
-    """
+    """A request of a client; where the answer is sent as events, it has the usage only if `usage` is true."""
 
     call: Call
     model: str
@@ -84,12 +70,7 @@ class Request:
 
 
 def read_request(body: Mapping[str, Any], is_chat: bool, session: Session, model: str, tokenizer_size: int) -> Request:
-    """Return the request of a JSON object.
-
-    Raises:
-        RefusedCall: it cannot be answered; says why.
-        NoChatTemplate: as `History.render`.
-    """
+    """Return the request of a JSON object. RefusedCall says why it cannot be answered; NoChatTemplate: as `render`."""
     for key, value in body.items():
         if key in NEUTRAL and value is not None and value not in NEUTRAL[key]:
             raise RefusedCall(_refusal(key, value), "unsupported_value", key)
@@ -102,7 +83,7 @@ def read_request(body: Mapping[str, Any], is_chat: bool, session: Session, model
     most = _number(body, "max_completion_tokens") or _number(body, "max_tokens")
     return Request(
         call=Call(
-            prompt=_chat(body, session.history) if is_chat else _prompt(body, tokenizer_size),
+            prompt=_chat(body, session) if is_chat else _prompt(body, tokenizer_size),
             max_tokens=most if most is not None or is_chat else 16,  # OpenAI's default for completions
             stops=_stops(body),
             include_stop=_flag(body, "include_stop_str_in_output"),
@@ -139,7 +120,7 @@ def _refusal(key: str, value: Any) -> str:
     return f"{key}={value!r}: samples are those of the policy's own distribution, one a call: set {neutral!r}"
 
 
-def _chat(body: Mapping[str, Any], history: History) -> CallPrompt:
+def _chat(body: Mapping[str, Any], session: Session) -> CallPrompt:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise RefusedCall("messages: expected a list of one or more messages", "invalid_value", "messages")
@@ -154,7 +135,7 @@ def _chat(body: Mapping[str, Any], history: History) -> CallPrompt:
             messages[i] = message | {"content": "".join(part["text"] for part in content)}
         elif content is not None and not isinstance(content, str):
             raise RefusedCall(f"messages[{i}].content: expected text", "invalid_value", "messages")
-    return PromptText(_valid(history.render(tuple(messages)), "messages"), tuple(messages))
+    return PromptText(_valid(session.history.render(tuple(messages)), "messages"), tuple(messages))
 
 
 def _prompt(body: Mapping[str, Any], tokenizer_size: int) -> CallPrompt:
@@ -205,9 +186,8 @@ def _logprobs_wanted(body: Mapping[str, Any]) -> bool:
     if value is None or value is False:
         return False
     if value not in (0, 1):
-        raise RefusedCall(
-            f"logprobs={value!r}: no alternatives to tokens are given: set 0", "invalid_value", "logprobs"
-        )
+        problem = f"logprobs={value!r}: no alternatives to tokens are given: set 0"
+        raise RefusedCall(problem, "invalid_value", "logprobs")
     return True
 
 
@@ -238,7 +218,9 @@ def answer(request: Request, result: CallResult, tokenizer: Any) -> dict[str, An
         choice["text"] = result.text
     choice["logprobs"] = _logprobs(request, result, tokenizer)
     found = _head(request, "chat.completion" if request.is_chat else "text_completion")
-    found |= {"choices": [choice], "usage": _usage(result)}
+    prompt, completion = len(result.prompt_ids), len(result.tokens)
+    usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    found |= {"choices": [choice], "usage": usage}
     if request.token_ids:
         choice["token_ids"] = list(result.tokens)
         (found if request.is_chat else choice)["prompt_token_ids"] = list(result.prompt_ids)
@@ -263,18 +245,8 @@ def events(request: Request, result: CallResult, tokenizer: Any) -> Iterator[str
 
 
 def _head(request: Request, kind: str) -> dict[str, Any]:
-    prefix = "chatcmpl" if request.is_chat else "cmpl"
-    return {
-        "id": f"{prefix}-{uuid.uuid4().hex}",
-        "object": kind,
-        "created": int(time.time()),
-        "model": request.model,
-    }
-
-
-def _usage(result: CallResult) -> dict[str, int]:
-    prompt, completion = len(result.prompt_ids), len(result.tokens)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    id_ = f"{'chatcmpl' if request.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+    return {"id": id_, "object": kind, "created": int(time.time()), "model": request.model}
 
 
 def _logprobs(request: Request, result: CallResult, tokenizer: Any) -> dict[str, Any] | None:
@@ -282,14 +254,9 @@ def _logprobs(request: Request, result: CallResult, tokenizer: Any) -> dict[str,
         return None
     tokens = list(split_bytes(tokenizer, result.tokens, result.prompt_ids))
     if not request.is_chat:
-        return {
-            "tokens": [
-                token.name if token.text is not None or token.special else f"bytes:{token.name}" for token in tokens
-            ],
-            "token_logprobs": list(result.logprobs),
-            "top_logprobs": None,
-            "text_offset": [token.offset for token in tokens],
-        }
+        names = [token.name if token.text is not None or token.special else f"bytes:{token.name}" for token in tokens]
+        offsets, logprobs = [token.offset for token in tokens], list(result.logprobs)
+        return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}
     content = [
         {"token": token.name, "logprob": logprob, "bytes": list(token.bytes), "top_logprobs": []}
         for token, logprob in zip(tokens, result.logprobs, strict=True)

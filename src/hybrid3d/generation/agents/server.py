@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 import uvicorn
@@ -25,10 +26,10 @@ from hybrid3d.generation.agents.history import NoChatTemplate, NoSession, Refuse
 from hybrid3d.generation.agents.program import KEY_VARIABLE, LOCAL_HOSTS, find_agent_problems
 from hybrid3d.generation.agents.requests import answer, events, read_request
 from hybrid3d.generation.agents.sessions import SessionPool
-from hybrid3d.launch_environment import first_address
 from hybrid3d.scoring.functions import LARGEST_REWARD
 
 T = TypeVar("T")
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 TAKE_SECONDS = 30.0  # for which a request for a session waits, before it is told to ask again
 DISCONNECT_SECONDS = 0.5  # between two looks at whether a client is still there
@@ -52,10 +53,9 @@ class CannotListen(RuntimeError):
 
 
 class EndpointServer:
-    """Serves the sessions of a pool, in threads of this process.
+    """Serves the sessions of a pool, in threads of this process, at `url`.
 
     Attributes:
-        url: its address.
         key: which agents need; the user's, or that of this run.
 
     Raises:
@@ -63,11 +63,7 @@ class EndpointServer:
     """
 
     def __init__(self, pool: SessionPool, model: str, tokenizer: Any, settings: Agents, offset: int):
-        """
-        Args:
-            model: its name in requests.
-            offset: from the recipe's port.
-        """
+        """Listen at the recipe's port plus `offset`; requests name the model `model`."""
         self._pool, self._model, self._tokenizer = pool, model, tokenizer
         self._size = len(tokenizer)
         self.key = os.environ.get(KEY_VARIABLE) or launch_environment.derived_key("agents")
@@ -100,12 +96,7 @@ class EndpointServer:
         self._socket.close()
 
     def _application(self) -> Starlette:
-        async def chat(request: Request) -> Response:
-            return await self._generate(request, is_chat=True)
-
-        async def complete(request: Request) -> Response:
-            return await self._generate(request, is_chat=False)
-
+        chat, complete = (partial(self._generate, is_chat=is_chat) for is_chat in (True, False))
         return Starlette(
             routes=[
                 Route("/health", _health),
@@ -118,9 +109,7 @@ class EndpointServer:
             exception_handlers={404: _not_found, 405: _not_found, Exception: _broken},
         )
 
-    def _checked(
-        self, handler: Callable[[Request], Coroutine[Any, Any, Response]]
-    ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    def _checked(self, handler: Handler) -> Handler:
         """Return a handler that answers refused requests as OpenAI's API does."""
 
         async def handle(request: Request) -> Response:
@@ -169,10 +158,11 @@ class EndpointServer:
         if await request.is_disconnected():
             self._pool.give_back(session.id)
             return Response(status_code=499)
+        base = f"{request.url.scheme}://{request.url.netloc}"  # as the client knows it: perhaps a proxy's
         return _Json(
             {
                 "id": session.id,
-                "base_url": f"{self._base(request)}/sessions/{session.id}/v1",
+                "base_url": f"{base}/sessions/{session.id}/v1",
                 "model": self._model,
                 "prompt": session.example.prompt,
                 "answer": session.example.answer,
@@ -185,7 +175,8 @@ class EndpointServer:
     async def _end(self, request: Request) -> Response:
         body = await _json(request)
         reward = body.get("reward")
-        if reward is not None and not _is_reward(reward):
+        is_number = type(reward) in (int, float)  # and no bool
+        if reward is not None and not (is_number and abs(reward) <= LARGEST_REWARD):
             expected = f"expected a finite number of at most {LARGEST_REWARD:g} in magnitude"
             raise RefusedCall(f"reward={str(reward)[:60]!r}: {expected}", "invalid_value", "reward")
         unknown = body.keys() - {"reward"}
@@ -213,10 +204,6 @@ class EndpointServer:
             return StreamingResponse(events(asked, found, self._tokenizer), media_type="text/event-stream")
         return _Json(answer(asked, found, self._tokenizer))
 
-    def _base(self, request: Request) -> str:
-        """Return the address as the client knows it, which may be that of a proxy."""
-        return f"{request.url.scheme}://{request.url.netloc}"
-
 
 async def _unless_disconnected(request: Request, future: Future[T], seconds: float = math.inf) -> T | None:
     """Return the result of a future; None if the client goes before, or so many seconds pass."""
@@ -234,11 +221,7 @@ async def _unless_disconnected(request: Request, future: Future[T], seconds: flo
 
 
 async def _json(request: Request) -> dict[str, Any]:
-    """Return the JSON object of a request's body.
-
-    Raises:
-        RefusedCall: it has none, or is too long.
-    """
+    """Return the JSON object of a request's body. RefusedCall: it has none, or is too long."""
     size = request.headers.get("content-length", "0")
     if size.isascii() and size.isdecimal() and len(size) < MAX_DIGITS and int(size) > MAX_BODY_BYTES:
         raise RefusedCall(f"the body has {size} bytes, at most {MAX_BODY_BYTES}", "body_too_long")
@@ -276,19 +259,14 @@ async def _broken(request: Request, error: Exception) -> Response:
     return _error(500, f"{type(error).__name__}: {error}", "internal_error", None)
 
 
-def _is_reward(value: object) -> bool:
-    return type(value) in (int, float) and abs(value) <= LARGEST_REWARD  # type: ignore[arg-type]  # not a bool
-
-
 def _error(status: int, message: str, code: str, param: str | None) -> Response:
     kind = "invalid_request_error" if status < 500 else "server_error"
     return _Json({"error": {"message": message, "type": kind, "param": param, "code": code}}, status)
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at an address."""
     try:
-        family, kind, protocol, _, address = first_address(host, port)
+        family, kind, protocol, _, address = launch_environment.first_address(host, port)
         listening = socket.socket(family, kind, protocol)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)

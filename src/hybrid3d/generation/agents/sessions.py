@@ -1,4 +1,7 @@
-"""The sessions of agents: a server's thread takes, uses and ends them, and the engine's thread answers their calls."""
+"""The sessions of agents: a server's thread takes, uses and ends them, and the engine's thread answers their calls.
+
+A session is an answer that an agent makes. It ends as samples that share a reward.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +15,12 @@ import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
 from hybrid3d.config import Rollout
-from hybrid3d.generation.agents.history import (
-    Branch,
-    Call,
-    CallResult,
-    History,
-    NoSession,
-    RefusedCall,
-    RunEnded,
-    check_length,
-    no_room,
-)
-from hybrid3d.generation.agents.session import Pending, Session
+from hybrid3d.generation.agents.history import Branch, Call, CallResult, History, NoSession, RefusedCall, RunEnded
 from hybrid3d.generation.engine import Completion, GenerationRequest, Sampling
 from hybrid3d.generation.scheduler import News
 from hybrid3d.generation.stops import Stops, find_stops, pause_tokens
@@ -43,6 +35,70 @@ CHECK_SECONDS = 1.0  # between two searches for sessions without an agent
 REMIND_SECONDS = 60.0  # between two messages that sessions wait for agents
 MAX_OFFERS = 3  # of a session whose agents have not made a call
 PLANS = 3  # of a call, if others change its session's history meanwhile
+
+
+@dataclass(eq=False)
+class Pending:
+    """A call that is being answered.
+
+    Attributes:
+        start: the number of its branch's tokens before it.
+        stops: that end the reply; at `pause_tokens` the engine pauses, as one may end there.
+    """
+
+    call: Call
+    branch: Branch
+    start: int
+    max_new_tokens: int
+    stops: Stops
+    pause_tokens: frozenset[int]
+    result: Future[CallResult] = field(default_factory=Future)
+
+    @property
+    def generated(self) -> int:
+        return len(self.branch.tokens) - self.start
+
+
+@dataclass(eq=False)
+class Session:
+    """An answer that an agent makes.
+
+    Attributes:
+        seed: of its first request; None is greedy.
+        id: which its agent knows, and nobody else; empty while nobody has it.
+        version: of the weights when its prompt was drawn.
+        calls: those that are being answered, by the number of their request.
+        requests: how many the engine has been given for it.
+        active: when its agent was heard of last, by the pool's clock.
+        reward: which its agent has given; None: the recipe's reward is computed.
+        failure: the kind of failure that ended it; empty if there was none. `message` says more.
+    """
+
+    example: Example
+    seed: int | None
+    version: int
+    history: History
+    id: str = ""
+    offers: int = 0
+    sampling: Sampling = field(default_factory=Sampling)
+    calls: dict[int, Pending] = field(default_factory=dict)
+    requests: int = 0
+    active: float = 0.0
+    done: bool = False
+    reward: float | None = None
+    failure: str = ""
+    message: str = ""
+
+    @property
+    def generated(self) -> int:
+        """How many tokens the policy has generated."""
+        return sum(branch.generated for branch in self.history.branches)
+
+    @property
+    def newest_version(self) -> int:
+        """The version of the weights that generated last."""
+        newest = [version for branch in [*self.history.branches] for version in branch.versions[-1:]]
+        return max(newest, default=self.version)  # an agent may have given up its only call meanwhile
 
 
 class SessionPool:
@@ -83,10 +139,7 @@ class SessionPool:
     # --- for agents ---------------------------------------------------------------------------------------------------
 
     def take(self) -> Future[Session]:
-        """Return a session when there is one; its agent has it alone. Cancel the future to give up waiting.
-
-        The future raises RunEnded when there are no more.
-        """
+        """Return a session when there is one, or RunEnded when there are no more; cancel it to give up waiting."""
         taken: Future[Session] = Future()
         with self._changed:
             if self._closed:
@@ -107,11 +160,7 @@ class SessionPool:
                 self._offer()
 
     def find(self, session_id: str) -> Session:
-        """Return the session of an agent.
-
-        Raises:
-            NoSession: there is no such session.
-        """
+        """Return the session of an agent. NoSession: there is no such session."""
         with self._changed:
             if session_id not in self._by_id:
                 raise NoSession
@@ -126,9 +175,9 @@ class SessionPool:
             NoChatTemplate: as `History.render`.
         """
         session = self.find(session_id)
-        check_length(call, self._rollout, self._longest)
+        call.check_length(self._rollout, self._longest)
         try:  # what takes long is done before the engine's thread is kept waiting
-            stops = self._stops_of(call)
+            stops = self._find_stops(tuple(dict.fromkeys((*call.stops, *self._rollout.stop))))
             pause_at = self._pause_tokens(stops)
         except ValueError as error:
             raise RefusedCall(str(error), "invalid_value", "stop") from None
@@ -144,7 +193,7 @@ class SessionPool:
             if room < 1 or not context:
                 session.history.drop(branch)
                 branch.truncated = True  # if it has turns: the agent would have gone on with it
-                raise no_room(context, start, self._rollout, call.is_chat)
+                raise call.without_room(context, start, self._rollout)
             pending = Pending(call, branch, start, min(room, call.max_tokens or room), stops, pause_at)
             self._submit(session, pending)
             session.active = self._clock()
@@ -162,11 +211,7 @@ class SessionPool:
                     self._drop(session, number)
 
     def end(self, session_id: str, reward: float | None) -> None:
-        """End a session, and all calls of it.
-
-        Raises:
-            NoSession: there is no such session.
-        """
+        """End a session, and all calls of it. NoSession: there is no such session."""
         with self._changed:
             session = self.find(session_id)
             session.reward = reward
@@ -182,13 +227,9 @@ class SessionPool:
             return self._free[-1]
 
     def serve(self, sessions: Sequence[Session], sampling: Sampling) -> News:
-        """Answer all calls from now on, until `halt`; return what the engine does first.
+        """Answer all calls from now on, until `halt`, and await the end of these; return what the engine does first.
 
         The calls of other sessions are answered too: an agent that waits for a reply could not take one of these.
-
-        Args:
-            sessions: those whose end is awaited.
-            sampling: how their calls are answered.
         """
         with self._changed:
             self._since = self._reminded = time.monotonic()
@@ -201,8 +242,7 @@ class SessionPool:
     def follow(self, ended: Mapping[int, Completion], is_idle: bool) -> News:
         """Give the completions that have ended to the agents; return what the engine does next.
 
-        Args:
-            is_idle: the engine has no requests; then this waits a moment for some.
+        Where the engine has no requests, this waits a moment for some.
         """
         with self._changed:
             self._answer_all(ended)
@@ -215,10 +255,7 @@ class SessionPool:
             return self._news(ended)
 
     def halt(self, ended: Mapping[int, Completion], parts: Mapping[int, Completion], kept: bool) -> list[int]:
-        """Take what the engine has generated when it was stopped; arguments and result are those of a `Continuation`.
-
-        Agents wait for the rest meanwhile, and their time does not count.
-        """
+        """Implements `Continuation.interrupt`. Agents wait for the rest meanwhile, and their time does not count."""
         with self._changed:
             self._answer_all(ended)
             self._answer_all({number: part for number, part in parts.items() if part.tokens}, are_parts=True)
@@ -229,7 +266,7 @@ class SessionPool:
             return [number for number in parts if number not in self._running] if kept else []
 
     def release(self) -> None:
-        """Take note that the engine has no request any more."""
+        """Implements `Continuation.release`."""
         with self._changed:
             self._cancelled = []
             self._submit_again()
@@ -266,8 +303,8 @@ class SessionPool:
         branch, call = pending.branch, pending.call
         branch.append_generated(completion)
         tokens = tuple(branch.tokens[pending.start :])
-        context = branch.context
-        text = decode_part(self._tokenizer, tokens, context[: len(context) - len(tokens)])
+        before = (*branch.prompt_ids, *branch.tokens[: pending.start])
+        text = decode_part(self._tokenizer, tokens, before)
         stops = pending.stops
         found = [(text.find(stop), stop) for stop in stops.texts if stop in text]
         ended = tokens[-1] in self._end_tokens | stops.ids or bool(found)
@@ -284,11 +321,9 @@ class SessionPool:
         branch.truncated = not ended and self._room(branch) < 1  # not where the agent asked for no more tokens
         session.history.finish(branch, call.prompt, reply, cut=reply != text)
         session.active = self._clock()
-        count = len(tokens)
-        logprobs = tuple(branch.logprobs[-count:]) if branch.logprobs else ()
+        logprobs = tuple(branch.logprobs[-len(tokens) :]) if branch.logprobs else ()
         reason = "stop" if ended else "length"
-        prompt_ids = (*branch.prompt_ids, *branch.tokens[: pending.start])
-        pending.result.set_result(CallResult(prompt_ids, tokens, logprobs, reply, reason))
+        pending.result.set_result(CallResult(before, tokens, logprobs, reply, reason))
 
     def _submit(self, session: Session, pending: Pending) -> None:
         number = next(self._numbers)
@@ -305,21 +340,15 @@ class SessionPool:
             sampling=replace(session.sampling, stop=()),  # which is looked for in the text of all of a call's requests
         )
 
-    def _room(self, branch: Branch) -> int:
-        """Return how many tokens may follow those of a branch."""
+    def _room(self, branch: Branch) -> int:  # for tokens that follow those of a branch
         rollout = self._rollout
         return min(rollout.max_model_len - len(branch.context), rollout.max_new_tokens - len(branch.tokens))
-
-    def _stops_of(self, call: Call) -> Stops:
-        """Return what ends the reply to a call: its own stops, and those of the recipe."""
-        return self._find_stops(tuple(dict.fromkeys((*call.stops, *self._rollout.stop))))
 
     def _clock(self) -> float:
         """Return for how long calls were answered until now: agents are not silent while they wait for the engine."""
         return self._served_seconds + max(0.0, time.monotonic() - self._since)
 
     def _offer(self) -> None:
-        """Give sessions that nobody has to agents that wait."""
         while self._free and self._waiting:
             waiting = self._waiting.popleft()
             if not waiting.set_running_or_notify_cancel():
