@@ -11,7 +11,7 @@ from hybrid3d.config import load_recipe
 from hybrid3d.generation.samples import Sample
 from hybrid3d.run.folder import RunFolder
 from hybrid3d.run.logger import Display, RunLogger
-from hybrid3d.run.timeline import Span
+from hybrid3d.run.metrics import Span
 from run_ranks import ROOT
 
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>&amp;\u2028\x1b[31m"

@@ -15,8 +15,8 @@ from hybrid3d.generation.evaluation import setting_of
 from hybrid3d.generation.samples import Sample
 from hybrid3d.rl.data import PromptData
 from hybrid3d.run.folder import RunFolder
-from hybrid3d.run.memory import Peaks, measured_device
-from hybrid3d.run.timeline import Span, draw_timeline, write_timeline
+from hybrid3d.run.metrics import Peaks, Span, measured_device
+from hybrid3d.run.timeline import draw_timeline, write_timeline
 from hybrid3d.run.trackers import Trackers
 
 SAMPLES_PER_STEP = 4  # written to samples.jsonl

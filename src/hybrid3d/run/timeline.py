@@ -9,10 +9,7 @@ from typing import TYPE_CHECKING
 from hybrid3d.run.folder import RunFolder
 
 if TYPE_CHECKING:  # torch, which is slow to import
-    from hybrid3d.run.memory import Peaks
-
-Span = tuple[str, float, float]
-"""An activity, and when it began and ended, in seconds since the epoch by the clock of its node."""
+    from hybrid3d.run.metrics import Peaks, Span
 
 COLORS = {"sync": "C3", "generate": "C0", "train": "C1", "reward": "C2", "wait": "0.85"}
 PEAK = "peak_memory_bytes"
@@ -26,13 +23,7 @@ def write_timeline(
     by_rank: Mapping[int, Sequence[Span]],
     peaks: Mapping[int, Peaks],
 ) -> None:
-    """Write `timeline.json`, in Chrome's trace format.
-
-    Args:
-        roles: the ranks of each role.
-        by_rank: what each rank did.
-        peaks: the most bytes of memory that each rank used meanwhile.
-    """
+    """Write what each rank did to `timeline.json`, in Chrome's trace format; `roles` has the ranks of each role."""
     spans = [by_rank[rank] for rank in sorted(by_rank)]
     start = min(begin for of_rank in spans for _, begin, _ in of_rank)
     names = [" and ".join(role for role, ranks in roles.items() if rank in ranks) for rank in range(len(spans))]
@@ -48,30 +39,27 @@ def write_timeline(
 
 def draw_timeline(folder: RunFolder) -> None:
     """Draw `timeline.json` to `timeline.png`."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
     trace = json.loads(folder.timeline.read_text(encoding="utf-8"))
-    names, spans = dict[int, str](), dict[int, list[Span]]()
+    names: dict[int, str] = {}
+    spans: dict[int, list[Span]] = {}
     for event in trace["traceEvents"]:
         names[event["tid"]] = event["pid"]
         begin, seconds = event["ts"] / 1e6, event["dur"] / 1e6
         spans.setdefault(event["tid"], []).append((event["name"], begin, begin + seconds))
-    _draw(folder, trace["otherData"]["step"], list(names.values()), list(spans.values()))
-
-
-def _draw(folder: RunFolder, step: int, names: Sequence[str], spans: Sequence[Sequence[Span]]) -> None:
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    shown = range(0, len(spans), -(-len(spans) // MAX_ROWS))
-    figure = Figure(figsize=(9, 1.4 + 0.28 * len(shown)), layout="tight")
+    ranks = list(spans)[:: -(-len(spans) // MAX_ROWS)]
+    figure = Figure(figsize=(9, 1.4 + 0.28 * len(ranks)), layout="tight")
     axis = figure.subplots()
-    for row, rank in enumerate(shown):
+    for row, rank in enumerate(ranks):
         for name, begin, end in spans[rank]:
             axis.barh(row, end - begin, left=begin, color=COLORS.get(name, "C7"), edgecolor="white", linewidth=0.5)
-    axis.set_yticks(range(len(shown)), [f"{names[rank]}, rank {rank}" for rank in shown], fontsize=8)
+    axis.set_yticks(range(len(ranks)), [f"{names[rank]}, rank {rank}" for rank in ranks], fontsize=8)
     axis.invert_yaxis()
-    axis.set_xlim(0, max(end for of_rank in spans for _, _, end in of_rank))
-    axis.set_xlabel(f"seconds of step {step}")
-    found = sorted({name for of_rank in spans for name, _, _ in of_rank})
+    axis.set_xlim(0, max(end for of_rank in spans.values() for _, _, end in of_rank))
+    axis.set_xlabel(f"seconds of step {trace['otherData']['step']}")
+    found = sorted({name for of_rank in spans.values() for name, _, _ in of_rank})
     axis.legend(
         handles=[Patch(color=COLORS.get(name, "C7"), label=name) for name in found],
         ncols=len(found),

@@ -35,6 +35,9 @@ class Checkpoints:
     """Saves the models and the progress of a run, and loads the last intact checkpoint.
 
     All ranks call every method together.
+
+    Attributes:
+        identity: of the run, on the first rank; checkpoints of another run are refused, and new ones get it.
     """
 
     def __init__(
@@ -48,12 +51,10 @@ class Checkpoints:
         """
         Args:
             group: all ranks that hold shards of the models.
-            identity: of the run, on the first rank; checkpoints of another run are refused, and new ones get it.
             sharding: how optimizers are saved, as `run.optimizer_sharding` names it.
         """
-        self._identity, self._sharding = identity, sharding
-        self._models, self._group = models, group
-        self._record = record
+        self.identity, self._sharding = identity, sharding
+        self._models, self._record, self._group = models, record, group
         self._writing: CheckpointWriter | None = None
         self._updates = 0  # the number of updates before the checkpoint that is being written
         self._keep_last: int | None = None
@@ -66,13 +67,11 @@ class Checkpoints:
             The policy's version, which is its number of updates, and the progress that was saved with it.
         """
         folder = self._record.folder
-        updates, progress = 0, Progress()
-        self._check_file_system()
         if self._first_rank:
+            self._check_file_system()
             remove_unfinished(folder.checkpoints)
         loaded = self._load_last_intact()
-        if loaded is not None:
-            updates, progress = loaded
+        updates, progress = loaded or (0, Progress())
         if self._first_rank:
             folder.truncate_records(updates)
         message = f"resumed from {checkpoint_folder(folder, updates)}" if loaded is not None else ""
@@ -80,10 +79,7 @@ class Checkpoints:
         return updates, progress
 
     def _load_last_intact(self) -> tuple[int, Progress] | None:
-        """Load the last intact checkpoint.
-
-        Returns:
-            The policy's version, and the progress that was saved with it; None if there is no checkpoint.
+        """Load the last intact checkpoint; return as `resume`, or None if there is no checkpoint.
 
         Raises:
             BrokenCheckpoint: there are checkpoints, but none is intact.
@@ -123,9 +119,9 @@ class Checkpoints:
             ForeignCheckpoint: on every rank, if it is not.
         """
         problem, warning = None, ""
-        if self._identity is not None:
+        if self.identity is not None:
             try:
-                warning = self._identity.check(self._record.folder, path)
+                warning = self.identity.check(self._record.folder, path)
             except ForeignCheckpoint as error:
                 problem = str(error)
             except BrokenCheckpoint:  # which loading reports
@@ -153,7 +149,7 @@ class Checkpoints:
             path = checkpoint_folder(self._record.folder, updates)
             self._check_free_space(path, updates)
             with self._recording_failure(path, updates):
-                identity = self._identity.of_step(path, updates) if self._identity is not None else None
+                identity = self.identity.of_step(path, updates) if self.identity is not None else None
                 self._writing = checkpoint.begin(
                     self._models, path, progress.as_json(), self._group, run.async_checkpoints, identity, self._sharding
                 )
@@ -186,14 +182,12 @@ class Checkpoints:
         self._record.event("checkpoint", step=updates, path=str(path))
         if self._keep_last and self._first_rank:
             for step in checkpoint_steps(self._record.folder)[: -self._keep_last]:
-                self._remove(checkpoint_folder(self._record.folder, step), step)
-
-    def _remove(self, path: Path, step: int) -> None:
-        try:
-            remove(path)
-        except OSError as error:  # NFS, for example, keeps files that another process still reads
-            message = f"{path} could not be removed completely: {error.strerror}"
-            self._record.event("checkpoint_left", message, step=step, path=str(path), why=str(error))
+                path = checkpoint_folder(self._record.folder, step)
+                try:
+                    remove(path)
+                except OSError as error:  # NFS, for example, keeps files that another process still reads
+                    message = f"{path} could not be removed completely: {error.strerror}"
+                    self._record.event("checkpoint_left", message, step=step, path=str(path), why=str(error))
 
     @contextmanager
     def _recording_failure(self, path: Path, updates: int) -> Iterator[None]:
@@ -231,7 +225,7 @@ class Checkpoints:
         return steps
 
     def _check_file_system(self) -> None:
-        if self._first_rank and MOUNTS.exists():
+        if MOUNTS.exists():
             path = Path(os.path.realpath(self._record.folder.path))
             kind, message = file_system_warning(path, MOUNTS.read_text(encoding="utf-8"))
             if message:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch.distributed as dist
 
@@ -24,28 +23,16 @@ from hybrid3d.rl.preferences import PairObjective, PairScores, PreferenceSetting
 from hybrid3d.run.health import Guard
 from hybrid3d.run.live_settings import LiveSettings
 from hybrid3d.run.logger import RunLogger
-from hybrid3d.run.metrics import PhaseTimer, StepMetrics
+from hybrid3d.run.metrics import PhaseTimer, StepMetrics, peak_gb
 from hybrid3d.run.progress import Progress
 from hybrid3d.train.dp_split import shares_of
 from hybrid3d.train.trained_model import PolicyModel, StepReport
-from hybrid3d.trainer.activity import gather_activity
 from hybrid3d.trainer.checkpoints import Checkpoints
 from hybrid3d.trainer.models import BaseOfPolicy
 from hybrid3d.watch.work_meter import record as work_record
 
-
-@dataclass(frozen=True)
-class Update:
-    """The result of a step's update.
-
-    Attributes:
-        metrics: of the policy before the update.
-        tokens: number of the step's tokens, over all ranks.
-    """
-
-    report: StepReport
-    metrics: StepMetrics
-    tokens: int
+Update: TypeAlias = tuple[StepReport, StepMetrics, int]
+"""A step's update: its report, the metrics of the policy before it, and the step's tokens, over all ranks."""
 
 
 class DataUpdates(Protocol):
@@ -97,23 +84,23 @@ def train_on_data(
                 with timer("eval"):
                     row |= updates.evaluate(recipe).reduce(group)
             with timer("train"):
-                update = updates.update(step, recipe, partial(guard.accepts_grad_norm, recipe=recipe))
+                accepts = partial(guard.accepts_grad_norm, recipe=recipe)
+                report, metrics, tokens = updates.update(step, recipe, accepts)
                 policy.end_step()
-            report = update.report
             if not report.updated:
                 guard.record_skip(step, report.grad_norm, recipe)
-            row |= {"train/grad_norm": report.grad_norm, "train/lr": report.lr} | update.metrics.reduce(group)
-            row |= timer.row(update.tokens)
+            row |= {"train/grad_norm": report.grad_norm, "train/lr": report.lr} | metrics.reduce(group)
+            row |= timer.row(tokens)
             record.step(row, recipe.run.steps)
-            activity = gather_activity(timer, group)
-            record.memory(step, activity.peaks)
-            guard.check_bounds(row, activity.peak_gb, recipe)
+            _, peaks = timer.gather(group)
+            record.memory(step, peaks)
+            guard.check_bounds(row, peak_gb(peaks), recipe)
             step += 1
             checkpoints.save_if_due(step, Progress(guard=guard.progress, control=live.control), recipe.run)
         if updates.evaluates:
             with PhaseTimer()("eval"):
-                metrics = updates.evaluate(recipe).reduce(group)
-            record.step({"step": step} | metrics, recipe.run.steps)
+                held_out = updates.evaluate(recipe).reduce(group)
+            record.step({"step": step} | held_out, recipe.run.steps)
 
 
 class SftUpdates:
@@ -137,7 +124,7 @@ class SftUpdates:
         num_answer_tokens, metrics = sum(len(example.answer_ids) for example in examples), StepMetrics()
         if policy.is_reporting_rank:
             metrics.sums = {f"train/{key}": value / num_answer_tokens for key, value in report.sums.items()}
-        return Update(report, metrics, sum(map(len, sequences)))
+        return report, metrics, sum(map(len, sequences))
 
     def evaluate(self, recipe: Recipe) -> StepMetrics:
         return StepMetrics()
@@ -153,10 +140,7 @@ class DpoUpdates:
     evaluates = True
 
     def __init__(self, recipe: Recipe, policy: PolicyModel, reference: PolicyModel | BaseOfPolicy | None):
-        """
-        Args:
-            reference: of the policy; None if the loss has none.
-        """
+        """Without a `reference` the loss has none."""
         self._policy, self._tokenizer, self._reference = policy, read_tokenizer(recipe), reference
         train, held_out = read_data(recipe, policy.config, self._tokenizer)
         self._train, self._held_out = train, held_out["eval"]
@@ -180,7 +164,7 @@ class DpoUpdates:
             nll = -sums["chosen_logprob"] * len(pairs) / chosen_tokens
             loss = sums.pop("loss") + settings.sft_coef * nll
             metrics.sums = {"train/loss": loss} | {f"preference/{key}": value for key, value in sums.items()}
-        return Update(report, metrics, sum(len(tokens) for pair in pairs for tokens in pair.trained))
+        return report, metrics, sum(len(tokens) for pair in pairs for tokens in pair.trained)
 
     def evaluate(self, recipe: Recipe) -> StepMetrics:
         """Return the means over all held-out pairs, which are read in batches of a step's size."""

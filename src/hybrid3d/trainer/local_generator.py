@@ -17,14 +17,13 @@ from hybrid3d.generation.samples import RolloutBatch
 from hybrid3d.process import new_engine_name
 from hybrid3d.reshard.move.device import device
 from hybrid3d.rollout.engine import RolloutEngine
-from hybrid3d.run.memory import meter
-from hybrid3d.run.metrics import StepMetrics
+from hybrid3d.run.metrics import StepMetrics, meter
 from hybrid3d.run.progress import Progress
 from hybrid3d.sync import SyncReport, policy_sync
 from hybrid3d.train.trained_model import BucketHook
-from hybrid3d.trainer.scorers import make_scorers
 from hybrid3d.trainer.trainer import GeneratorInputs
 from hybrid3d.watch.work_meter import record as work_record
+from hybrid3d.workers.reward import make_scorers
 from hybrid3d.workers.roles import WorkerServer
 
 

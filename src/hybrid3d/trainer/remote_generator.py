@@ -25,9 +25,9 @@ from hybrid3d.scoring.code import sandbox
 from hybrid3d.sync import Sync, SyncReport, policy_sync
 from hybrid3d.sync.elastic import ElasticSync, Members
 from hybrid3d.train.trained_model import BucketHook
-from hybrid3d.trainer.scorers import make_scorers
 from hybrid3d.trainer.trainer import GeneratorInputs
 from hybrid3d.workers.engines import Engines
+from hybrid3d.workers.reward import make_scorers
 from hybrid3d.workers.roles import WorkerServer
 
 T = TypeVar("T")

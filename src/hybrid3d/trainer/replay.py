@@ -130,7 +130,7 @@ def _replay_step(
 ) -> StepRecord | None:
     """Do a recorded step again; return its record on the first rank, with the recorded settings but for `train`."""
     experience = learner.make_experience(recorded.generated, recorded.step, recipe)
-    capture = StepCapture(models.trained, learner.progress, models.policy.is_reporting_rank, group)
+    capture = StepCapture(models, learner.progress, group)
     metrics = experience.metrics
     metrics.update(learner.update(experience, recorded.step, recipe))
     settings = replace(recorded.settings, train=recipe.train)

@@ -12,9 +12,8 @@ from hybrid3d.generation.evaluation import EvalResult
 from hybrid3d.generation.samples import RolloutBatch
 from hybrid3d.run.health import Guard
 from hybrid3d.run.logger import RunLogger
-from hybrid3d.run.metrics import PhaseTimer, StepMetrics
+from hybrid3d.run.metrics import PhaseTimer, StepMetrics, peak_gb
 from hybrid3d.sync import SyncReport
-from hybrid3d.trainer.activity import gather_activity
 from hybrid3d.trainer.step_experience import Experience
 from hybrid3d.trainer.step_recorder import StepRecorder
 from hybrid3d.trainer.trainer import Trainer
@@ -101,11 +100,13 @@ class StepLog:
         self._recorder.finish(step, recipe, batch, experience, row, self._timer)
         row |= self._timer.row(self._tokens)
         self._record.step(row, recipe.run.steps, experience.samples)
-        activity = gather_activity(self._timer, self._group, self._trainer.workers)
-        self._record.memory(step, activity.peaks)
+        workers, (_, begin, _), (_, _, end) = self._trainer.workers, self._timer.spans[0], self._timer.spans[-1]
+        others = (workers.spans(begin, end), workers.lap_peaks()) if workers is not None else ()
+        spans, peaks = self._timer.gather(self._group, *others)
+        self._record.memory(step, peaks)
         if step < recipe.run.steps:
-            self._record.timeline(step, recipe.role_ranks, activity.spans, activity.peaks)
-        self._guard.check_bounds(row, activity.peak_gb, recipe)
+            self._record.timeline(step, recipe.role_ranks, spans, peaks)
+        self._guard.check_bounds(row, peak_gb(peaks), recipe)
 
     def close(self) -> None:
         """Draw the timeline of the last step."""

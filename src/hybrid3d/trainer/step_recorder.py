@@ -25,6 +25,7 @@ from hybrid3d.run.metrics import PhaseTimer
 from hybrid3d.run.progress import Progress
 from hybrid3d.train.trained_model import TrainedModels
 from hybrid3d.train.writing import together
+from hybrid3d.trainer.models import Models
 from hybrid3d.trainer.step_experience import Experience
 
 OUTPUTS = {  # the record's names of an `Experience`'s tensors
@@ -44,16 +45,14 @@ class StepCapture:
     2. `finish`, after `update`.
     """
 
-    def __init__(self, models: TrainedModels, progress: Progress, is_reporting: bool, group: dist.ProcessGroup):
+    def __init__(self, models: Models, progress: Progress, group: dist.ProcessGroup):
         """
         Args:
-            models: the models that are trained, by name.
             progress: the state besides models before the step, as a checkpoint saves it.
-            is_reporting: whether this rank's values of tokens count, one rank of each data-parallel replica.
         """
-        self._models, self._progress, self._group = models, progress.learner, group
-        self._is_reporting = is_reporting
-        self._before = _fingerprints(models)
+        self._models, self._progress, self._group = models.trained, progress.learner, group
+        self._is_reporting = models.policy.is_reporting_rank
+        self._before = _fingerprints(self._models)
 
     def finish(
         self,
@@ -96,16 +95,10 @@ class StepRecorder:
     """Writes a record of each step that `run.record` selects. All ranks call both methods together, in this order."""
 
     def __init__(
-        self,
-        models: TrainedModels,
-        is_reporting: bool,
-        folder: RunFolder,
-        group: dist.ProcessGroup,
-        identity: RunIdentity | None = None,
+        self, models: Models, folder: RunFolder, group: dist.ProcessGroup, identity: RunIdentity | None = None
     ):
-        """Arguments are those of `StepCapture`, and the run's identity, on the first rank."""
-        self._identity = identity
-        self._models, self._is_reporting, self._folder, self._group = models, is_reporting, folder, group
+        """The run's `identity` is needed on the first rank only."""
+        self._models, self._folder, self._group, self._identity = models, folder, group, identity
         self._capture: StepCapture | None = None
 
     @property
@@ -118,7 +111,7 @@ class StepRecorder:
         self._capture = None
         if step < recipe.run.steps and is_due(recipe.run.record, step):
             with timer("record"):
-                self._capture = StepCapture(self._models, progress, self._is_reporting, self._group)
+                self._capture = StepCapture(self._models, progress, self._group)
 
     def finish(
         self,

@@ -52,27 +52,18 @@ class Generator(Protocol):
 
     def sync(self, version: int, recipe: Recipe) -> SyncReport:
         """Sync the policy's weights, which have this version, or finish a sync that the last update began."""
-        ...
 
     def begin(self) -> None:
         """Get ready to generate; the models have left the memory."""
-        ...
 
     def evaluate(self, version: int, recipe: Recipe) -> EvalResult:
         """Answer the held-out problems as `evaluation` of the recipe says, with weights of this version."""
-        ...
 
     def generate_batch(self, version: int, batch: int, recipe: Recipe) -> RolloutBatch:
-        """Generate and score a step's samples, with weights of this version.
-
-        Args:
-            batch: number of the first batch of prompts.
-        """
-        ...
+        """Generate and score a step's samples, with weights of this version; `batch` is the first batch of prompts."""
 
     def end(self) -> None:
         """Leave the memory to the models."""
-        ...
 
     def begin_update(self, step: int, recipe: Recipe) -> BucketHook | None:
         """Take note that the models are updated now.
@@ -80,23 +71,18 @@ class Generator(Protocol):
         Returns:
             What syncs each optimizer bucket of the last update; None if the next sync does not overlap it.
         """
-        ...
 
     def end_update(self, recipe: Recipe) -> StepMetrics:
         """Take note that the update is done; return this rank's share of metrics of what was generated meanwhile."""
-        ...
 
     def restore(self, progress: Progress) -> None:
         """Continue from a checkpoint's progress."""
-        ...
 
     def leave(self) -> None:
         """Leave what connects this rank with ranks that generate, before these end."""
-        ...
 
     def close(self) -> None:
         """Shut down."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -139,7 +125,7 @@ class Trainer:
     ):
         """
         Args:
-            guard: the guard of a run that trains; None if it does not train.
+            guard: of a run that trains; None if it does not train.
             weights_of: a checkpoint whose weights the policy loads instead of those of `model.path`.
 
         Raises:

@@ -12,8 +12,7 @@ import numpy as np
 from hybrid3d.generation.engine import Sampling
 from hybrid3d.generation.samples import Sample
 from hybrid3d.generation.scheduler import Answers, Prompt
-from hybrid3d.run.metrics import StepMetrics
-from hybrid3d.run.timeline import Span
+from hybrid3d.run.metrics import Span, StepMetrics
 from hybrid3d.scoring.scorer import Query, Scores
 from hybrid3d.sync.elastic import Members
 

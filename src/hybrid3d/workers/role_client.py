@@ -16,8 +16,7 @@ from hybrid3d.config import Recipe
 from hybrid3d.distributed import clone_store
 from hybrid3d.launch_environment import CLOSE_SECONDS
 from hybrid3d.run.logger import RunLogger
-from hybrid3d.run.memory import Peaks
-from hybrid3d.run.timeline import Span
+from hybrid3d.run.metrics import Peaks, Span
 from hybrid3d.watch.heartbeat import read_phase
 from hybrid3d.workers.channel import Connection, Disconnected, wait
 from hybrid3d.workers.messages import Call, End, Join, Joined, Leave, Leaving, Register, Reply, Stop, encode

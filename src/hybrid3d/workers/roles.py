@@ -10,8 +10,7 @@ from torch.distributed.distributed_c10d import Store
 
 from hybrid3d.config import Recipe
 from hybrid3d.run.logger import RunLogger
-from hybrid3d.run.memory import Peaks
-from hybrid3d.run.timeline import Span
+from hybrid3d.run.metrics import Peaks, Span
 from hybrid3d.workers.channel import Connection, Disconnected, Server
 from hybrid3d.workers.messages import Register
 from hybrid3d.workers.role_client import RoleClient
