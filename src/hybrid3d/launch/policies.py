@@ -88,7 +88,9 @@ class ServingPolicy:
             return Over(1)
         if record is None and exit.code in (1, 2) and not connected:  # the ranks have not met, or the store is gone
             return Over(exit.code if self._exits == 1 else 0)  # because the run has ended
-        end = record or self._end_by_code(exit.code)
+        end = record or Ended.by_code(self._rank, exit.code)
+        if record is None and exit.code == DISCONNECTED:
+            end = Ended(self._rank, "its connection to rank 0 ended", peer=True)
         self._was_ready |= ready
         if not (self._was_ready or exit.code < 0 or end.peer):
             return Over(1, Ended(self._rank, end.reason))
@@ -100,11 +102,6 @@ class ServingPolicy:
             return Over(1, Ended(self._rank, end.reason + (often if self._restarts else ""), peer=end.peer))
         self._restarts += 1
         return Again(end.reason, min(END_SECONDS, 2.0 ** min(self._pauses, 9) - 1))
-
-    def _end_by_code(self, code: int) -> Ended:
-        if code == DISCONNECTED:
-            return Ended(self._rank, "its connection to rank 0 ended", peer=True)
-        return Ended.by_code(self._rank, code)
 
 
 @dataclass(frozen=True)

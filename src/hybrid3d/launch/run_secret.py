@@ -44,15 +44,6 @@ def write_secret(folder: RunFolder) -> None:
     _write(_path(folder), secrets.token_bytes(SECRET_BYTES).hex())
 
 
-def write_agents_key(folder: RunFolder) -> None:
-    """Write the key of the agents' endpoint for agents that the user starts; a run's own have it in their environment.
-
-    Raises:
-        SecretError: it cannot be written.
-    """
-    _write(folder.logs / "agents-key", derived_key("agents"))
-
-
 def _write(path: Path, text: str) -> None:
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
@@ -77,7 +68,8 @@ def adopt_secret(recipe: Recipe, folder: RunFolder, store: Store, rank: int) -> 
     wanted = share(store, rank, "secret's digest", lambda: hashlib.sha256(secret()).hexdigest())
     if rank == 0:
         if agents is not None and agents.command is None and not os.environ.get(KEY_VARIABLE):
-            write_agents_key(folder)
+            # For agents that the user starts; a run's own have it in their environment
+            _write(folder.logs / "agents-key", derived_key("agents"))
         return
     end = time.monotonic() + CLOSE_SECONDS  # some file systems are slow
     while True:

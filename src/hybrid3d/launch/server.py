@@ -48,10 +48,8 @@ def _recipe_options(recipe: Recipe, on_cpu: bool) -> list[str]:
     if rollout.expert_parallel:
         options += ["--enable-expert-parallel"]
     if on_cpu:
-        return [*options, "--kv-cache-memory-bytes", str(int(rollout.kv_cache_gib * 2**30))]
-    return (
-        options  # not rollout.gpu_memory_utilization: it leaves room for training, which does not run beside a server
-    )
+        options += ["--kv-cache-memory-bytes", str(int(rollout.kv_cache_gib * 2**30))]
+    return options  # no rollout.gpu_memory_utilization: it leaves room for training, which does not run beside a server
 
 
 def _cpu_options(checkpoint: Path) -> list[str]:

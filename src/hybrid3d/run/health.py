@@ -121,10 +121,7 @@ class Guard:
         self._intervene(step, "batch_skipped", message, recipe, norm=str(norm), of=model)
 
     def freeze_kl_coef(self, step: int, kl: float, controller: KlController, recipe: Recipe) -> None:
-        """Reset an adaptive coefficient to the recipe's and fix it, if the KL exceeds `guard.kl_explosion`.
-
-        Args:
-            kl: KL of an answer, in nats.
+        """Reset an adaptive coefficient to the recipe's and fix it, if `kl` of an answer exceeds `guard.kl_explosion`.
 
         Raises:
             TooManyInterventions: more than `guard.max_interventions`.
@@ -139,10 +136,9 @@ class Guard:
             self._intervene(step, "kl_fixed", message, recipe, kl=str(kl))
 
     def check_bounds(self, row: Mapping[str, float], memory_gb: float, recipe: Recipe) -> None:
-        """Report each metric that violates its bound and did not at the last step, with advice.
+        """Report each metric of the step that violates its bound and did not at the last step, with advice.
 
         Args:
-            row: the metrics of the step.
             memory_gb: the most memory that a rank used in a phase of the step, in 10^9 bytes.
         """
         share = row.get("sync/exposed_seconds", 0.0) / row["time/step"]

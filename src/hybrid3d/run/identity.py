@@ -18,7 +18,7 @@ from typing import Any
 from hybrid3d.config import Recipe, RecipeError, read_recipe, recipe_to_yaml
 from hybrid3d.config.schema import flatten_settings, to_raw
 from hybrid3d.inputs.files import input_files
-from hybrid3d.run.folder import RunFolder, checkpoint_folder, checkpoint_steps
+from hybrid3d.run.folder import RunFolder, checkpoint_folder, checkpoint_steps, replace_file
 from hybrid3d.storage.manifest import (
     BrokenCheckpoint,
     ForeignCheckpoint,
@@ -95,7 +95,7 @@ def begin(folder: RunFolder) -> None:
     if read_run_id(folder) is None:
         earlier = checkpoint_steps(folder)
         content = {"run": secrets.token_hex(8), "unidentified": earlier[-1] if earlier else 0}
-        folder.write_id(json.dumps(content) + "\n")
+        replace_file(folder.id, json.dumps(content) + "\n")
 
 
 def read_run_id(folder: RunFolder) -> RunId | None:

@@ -14,7 +14,7 @@ from hybrid3d.config import Recipe
 from hybrid3d.generation.evaluation import setting_of
 from hybrid3d.generation.samples import Sample
 from hybrid3d.rl.data import PromptData
-from hybrid3d.run.folder import RunFolder
+from hybrid3d.run.folder import RunFolder, append_rows
 from hybrid3d.run.metrics import Peaks, Span, measured_device
 from hybrid3d.run.timeline import draw_timeline, write_timeline
 from hybrid3d.run.trackers import Trackers
@@ -38,8 +38,7 @@ class Display:
     """
 
     def __init__(self, name: str, steps: int, console: Console | None):
-        self._console = console
-        self._name = name
+        self._console, self._name = console, name
         self._last: dict[str, float] = {}
         self._task: TaskID | None = None
         self._progress: Progress | None = None
@@ -64,11 +63,7 @@ class Display:
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def show_step(self, row: Mapping[str, float], steps: int) -> None:
-        """Show the metrics of a step; metrics that it does not measure keep their last value.
-
-        Args:
-            steps: total number of steps of the run.
-        """
+        """Show the metrics of a step, of so many steps; metrics that it does not measure keep their last value."""
         self._last |= {key: row[key] for key in DISPLAYED_METRICS if key in row}
         values = " · ".join(
             text.format(self._last[key]) for key, text in DISPLAYED_METRICS.items() if key in self._last
@@ -83,13 +78,9 @@ class RunLogger:
     """Writes the records of a run and prints its messages. Only rank 0 does; on other ranks methods do nothing."""
 
     def __init__(self, folder: RunFolder, rank: int, display: Display, keeps_events: bool = True):
-        """
-        Args:
-            keeps_events: whether events are written to the folder, not only printed.
-        """
-        self.folder = folder
+        """With `keeps_events` events are written to the folder, not only printed."""
+        self.folder, self._display = folder, display
         self._is_rank_0, self._keeps_events = rank == 0, keeps_events
-        self._display = display
         self._data_counts: dict[str, float] = {}
         self._trackers: Trackers | None = None
         self._has_timeline = False
@@ -113,19 +104,16 @@ class RunLogger:
         self.event("tracker_failed", message, tracker=tracker, why=why)
 
     def step(self, row: Mapping[str, float], steps: int, samples: Sequence[Sample] = ()) -> None:
-        """Record the metrics of a step and a few of its samples.
-
-        Args:
-            steps: total number of steps of the run, for the display.
-        """
+        """Record the metrics of a step of a run of so many steps, and a few of its samples."""
         self._display.show_step(row, steps)
         if self._is_rank_0:
             row = {**row, **self._data_counts}
-            self.folder.add_metrics({key: value if math.isfinite(value) else None for key, value in row.items()})
+            finite = {key: value if math.isfinite(value) else None for key, value in row.items()}
+            append_rows(self.folder.metrics, [finite])
             if self._trackers is not None:
                 self._trackers.log(int(row["step"]), {key: value for key, value in row.items() if key != "step"})
             kept = samples[:: max(1, len(samples) // SAMPLES_PER_STEP)][:SAMPLES_PER_STEP]
-            self.folder.add_samples(
+            rows = (
                 {
                     "step": row["step"],
                     "weights": s.weight_version,
@@ -138,6 +126,7 @@ class RunLogger:
                 }
                 for s in kept
             )
+            append_rows(self.folder.samples, rows)
 
     def memory(self, step: int, peaks: Mapping[int, Peaks]) -> None:
         """Record the most memory that a rank used during each activity of a step, except for waiting.
@@ -150,18 +139,18 @@ class RunLogger:
                 if nbytes and activity != "wait":
                     largest[activity] = max(largest.get(activity, 0), nbytes)
             found = {f"memory/max_{activity}_bytes": nbytes for activity, nbytes in largest.items()}
-            self.folder.add_memory({"step": step, "device": measured_device(), **found})
+            append_rows(self.folder.memory, [{"step": step, "device": measured_device(), **found}])
 
     def timeline(
         self,
         step: int,
         roles: Mapping[str, Sequence[int]],
         spans: Mapping[int, Sequence[Span]],
-        peaks: Mapping[int, Peaks] | None = None,
+        peaks: Mapping[int, Peaks],
     ) -> None:
         """Record what each rank did during a step, in place of the step before: see `write_timeline`."""
         if self._is_rank_0:
-            write_timeline(self.folder, step, roles, spans, peaks or {})
+            write_timeline(self.folder, step, roles, spans, peaks)
             self._has_timeline = True
 
     def draw_timeline(self) -> None:

@@ -158,24 +158,6 @@ class PhaseTimer:
         )
 
 
-class Stopwatch:
-    """Adds up the seconds within its `with` blocks."""
-
-    def __init__(self) -> None:
-        self._seconds = self._start = 0.0
-
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
-
-    def __exit__(self, *error: object) -> None:
-        self._seconds += time.perf_counter() - self._start
-
-    def lap(self) -> float:
-        """Return the seconds since the last call."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
-
-
 @dataclass
 class StepMetrics:
     """One rank's share of a step's metrics, by name.

@@ -78,7 +78,6 @@ class OomRecovery:
 
         Args:
             cause: what the error says, from `find_out_of_memory`.
-            recipe: the recipe with the current settings.
 
         Returns:
             `OutOfMemoryRestart`, or another error if memory cannot be reduced further or has run out too often.
@@ -115,11 +114,7 @@ class OomRecovery:
 
 
 def _publish(draft: Path, path: Path) -> None:
-    """Give a file its name, unless another one has it.
-
-    Raises:
-        FileExistsError: another one has it.
-    """
+    """Give a file its name; raise `FileExistsError` if another one has it."""
     try:
         os.link(draft, path)
     except FileExistsError:
@@ -137,7 +132,12 @@ def reduced_settings(recipe: Recipe) -> dict[str, Any]:
     """
     train, settings = recipe.train, dict[str, Any]()
     if train.max_tokens_per_micro_batch is not None:
-        longest = recipe.rollout.max_model_len if recipe.rollout else _max_sft_tokens(recipe)
+        if recipe.rollout is not None:
+            longest = recipe.rollout.max_model_len
+        else:  # of a supervised sequence
+            from hybrid3d.inputs.models import read_config  # not above: it imports what reads data
+
+            longest = int(read_config(recipe.model.path)["max_position_embeddings"])
         tokens = max(train.max_tokens_per_micro_batch // 2, longest)
         if tokens < train.max_tokens_per_micro_batch:
             settings["train.max_tokens_per_micro_batch"] = tokens
@@ -147,10 +147,3 @@ def reduced_settings(recipe: Recipe) -> dict[str, Any]:
     if recipe.algorithm.generates and not recipe.is_split:
         settings |= {f"train.offload_{kind}": True for kind in OFFLOADS if kind not in train.offloads}
     return settings
-
-
-def _max_sft_tokens(recipe: Recipe) -> int:
-    """Return the maximum number of tokens of a supervised sequence."""
-    from hybrid3d.inputs.models import read_config  # not above: it imports what reads data
-
-    return int(read_config(recipe.model.path)["max_position_embeddings"])

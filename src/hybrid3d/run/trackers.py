@@ -25,7 +25,7 @@ PACKAGES = {
     "mlflow": "mlflow-skinny",
     "prometheus": "prometheus_client",
 }
-WHOLE_OF_MLFLOW = "mlflow"
+WHOLE_OF_MLFLOW = "mlflow"  # which has what its small package has
 PROJECT = "hybrid3d"  # of Weights & Biases, and the experiment of MLflow, where their variables name none
 # Those of OpenTelemetry's exporter, with its defaults
 PROMETHEUS_HOST, PROMETHEUS_PORT = "OTEL_EXPORTER_PROMETHEUS_HOST", "OTEL_EXPORTER_PROMETHEUS_PORT"
@@ -42,11 +42,9 @@ class Tracker(Protocol):
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
         """Send the metrics of a step."""
-        ...
 
     def close(self, failed: bool) -> None:
         """Send what is left, and how the run has ended."""
-        ...
 
 
 class Trackers:
@@ -85,7 +83,11 @@ class Trackers:
 
 def find_problems(trackers: Sequence[str]) -> list[str]:
     """Return what is missing for these trackers, and how to get it."""
-    missing = _missing_packages(trackers)
+    missing = {
+        tracker: PACKAGES[tracker]
+        for tracker in trackers
+        if not installed_version(PACKAGES[tracker], *([WHOLE_OF_MLFLOW] if tracker == "mlflow" else []))
+    }
     problems = []
     if missing:
         fix = f"install what is missing (pip install {' '.join(missing.values())}), or leave them out"
@@ -96,16 +98,6 @@ def find_problems(trackers: Sequence[str]) -> list[str]:
     if "prometheus" in trackers and not (re.fullmatch("[0-9]{1,5}", port, re.ASCII) and 0 < int(port) < 2**16):
         problems.append(f"{PROMETHEUS_PORT}={port!r} is not a port: set it to a number from 1 to 65535")
     return problems
-
-
-def _missing_packages(trackers: Sequence[str]) -> dict[str, str]:
-    """Return the package of each of these trackers that is not installed."""
-    wholes = {"mlflow": [WHOLE_OF_MLFLOW]}  # which has what its small package has
-    return {
-        tracker: PACKAGES[tracker]
-        for tracker in trackers
-        if not installed_version(PACKAGES[tracker], *wholes.get(tracker, []))
-    }
 
 
 class TensorBoard:

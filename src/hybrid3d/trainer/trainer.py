@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from hybrid3d.generation.samples import RolloutBatch
 from hybrid3d.inputs.models import read_config, read_data, read_tokenizer
 from hybrid3d.rl.data import PromptData
 from hybrid3d.run.health import Guard
-from hybrid3d.run.metrics import StepMetrics, Stopwatch
+from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.run.progress import Progress
 from hybrid3d.sync import SyncReport
 from hybrid3d.train.megatron import checkpoint
@@ -131,7 +132,7 @@ class Trainer:
         Raises:
             BrokenCheckpoint: `weights_of` is damaged; raised on every rank, before an engine starts.
         """
-        self._group, self.workers, self._busy = group, workers, Stopwatch()
+        self._group, self.workers, self._busy_seconds = group, workers, 0.0
         config, tokenizer = read_config(recipe.model.path), read_tokenizer(recipe)
         self.train, self.held_out = read_data(recipe, config, tokenizer)
         self._policy: PolicyModel = Policy(config, recipe, group.rank(), trainable=guard is not None)
@@ -166,17 +167,18 @@ class Trainer:
     def make_experience(self, batch: RolloutBatch, step: int, recipe: Recipe) -> Experience:
         """Compute the experience of a step: log-probabilities, values, advantages."""
         self._generator.end()
-        with self._busy:
-            return self._learner.make_experience(batch, step, recipe)
+        start = time.perf_counter()
+        experience = self._learner.make_experience(batch, step, recipe)
+        self._busy_seconds = time.perf_counter() - start
+        return experience
 
     def update(self, experience: Experience, step: int, recipe: Recipe) -> StepMetrics:
         """Update the models, whose policy then has the next version; return this rank's share of the metrics."""
         hook = self._generator.begin_update(step, recipe)
-        with self._busy:
-            metrics = self._learner.update(experience, step, recipe, hook)
-        busy = self._busy.lap()
+        start = time.perf_counter()
+        metrics = self._learner.update(experience, step, recipe, hook)
         if not self._generator.shares_devices:
-            metrics.maxima["time/training_busy"] = busy
+            metrics.maxima["time/training_busy"] = self._busy_seconds + time.perf_counter() - start
         metrics.update(self._generator.end_update(recipe))
         if self.workers is not None:
             metrics.maxima |= self.workers.lap_busy_seconds()

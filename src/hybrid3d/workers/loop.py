@@ -42,19 +42,15 @@ class RoleRank(Protocol):
 
     def begin(self, connection: Connection) -> None:
         """Begin to serve a start of the ranks that train; what an earlier one has asked for is dropped."""
-        ...
 
     def interrupt(self) -> None:
         """Let the collectives in progress fail that ranks that train take part in. Any thread may call it."""
-        ...
 
     def call(self, call: Call) -> Reply:
         """Do what is asked for, and return the result if this rank reports it."""
-        ...
 
     def close(self) -> None:
         """Shut down."""
-        ...
 
 
 MakeRank = Callable[[Recipe, Store, range, int], RoleRank]
@@ -119,8 +115,7 @@ class WorkerLoop:
     def _answer(self, connection: Connection, start: int, noticed: threading.Event) -> None:
         """Do what the first rank that trains asks for, until it asks this rank to exit.
 
-        Args:
-            noticed: set by the caller when it has noticed that the connection has ended.
+        The caller sets `noticed` when it has noticed that the connection has ended.
         """
         self._register(connection)
         connection.on_disconnect(lambda: self._on_disconnect(start, noticed))

@@ -195,11 +195,7 @@ class RoleClient:
         return ready
 
     def _record_lost(self, group: WorkerGroup, moment: float, ready: int) -> None:
-        """Record that a group has been lost.
-
-        Args:
-            ready: the number of groups that are left.
-        """
+        """Record that a group has been lost; so many are left."""
         raise NotImplementedError
 
     # Calls

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from torch.distributed.distributed_c10d import Store
 
+from hybrid3d import ledger
 from hybrid3d.config import Recipe
 from hybrid3d.run.logger import RunLogger
 from hybrid3d.run.metrics import Peaks, Span
@@ -53,11 +54,8 @@ class WorkerServer:
     """Accepts the ranks that do not train, and hands each to the groups of its role, which `roles` has by name."""
 
     def __init__(self, recipe: Recipe, store: Store, record: RunLogger, start: int):
-        """
-        Args:
-            start: number of this start of the ranks that train.
-        """
-        self._recipe = recipe
+        """`start` is the number of this start of the ranks that train."""
+        self._recipe, self._store = recipe, store
         self.roles: dict[str, RoleClient] = {
             name: resolve_name(ROLES[name].client)(recipe, store, record) for name in recipe.worker_roles
         }
@@ -94,8 +92,8 @@ class WorkerServer:
         return {rank: peaks for groups in self.roles.values() for rank, peaks in groups.lap_peaks().items()}
 
     def close(self) -> None:
-        """End the run on all ranks of these roles."""
-        self._server.end_run()
+        """End the run on all ranks of these roles, and on those that are started from now on."""
+        ledger.end_run(self._store)
         for groups in self.roles.values():
             groups.close()
         self._server.close()
