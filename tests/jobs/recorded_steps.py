@@ -30,10 +30,9 @@ from hybrid3d.run.health import Guard
 from hybrid3d.run.live_settings import LiveSettings
 from hybrid3d.run.logger import Display, RunLogger
 from hybrid3d.run.metrics import PhaseTimer, StepMetrics
-from hybrid3d.run.progress import Progress
 from hybrid3d.sync import SyncReport
 from hybrid3d.train.megatron import checkpoint, runtime
-from hybrid3d.trainer.checkpoints import Checkpoints
+from hybrid3d.trainer.checkpoints import Checkpoints, Progress
 from hybrid3d.trainer.models import Models
 from hybrid3d.trainer.rl import train_rl
 from hybrid3d.trainer.step_log import StepLog

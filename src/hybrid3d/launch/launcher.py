@@ -34,11 +34,10 @@ def launch(
     max_restarts: int = 0,
     restarts: Mapping[int, int] | None = None,
 ) -> int:
-    """Run `hybrid3d ARGUMENTS` as `world_size` ranks on this machine; return as `supervise`.
+    """Run `hybrid3d ARGUMENTS` as so many ranks on this machine, with restarts as for `supervise` and `run_ranks`.
 
-    Args:
-        max_restarts: as for `supervise`.
-        restarts: as for `run_ranks`.
+    Returns:
+        The exit code: 0, or 1 if a rank failed.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
 
@@ -89,9 +88,6 @@ def supervise(run_once: Callable[[], Mapping[int, int]], folder: RunFolder, cons
 def check_devices(recipe: Recipe, generates: bool = True) -> None:
     """Check that this machine can run all ranks: with GPUs, one per engine; without, enough memory and cores.
 
-    Args:
-        generates: as for `rank_bytes`.
-
     Raises:
         RecipeError: this machine has fewer GPUs, memory or cores than the recipe's ranks need.
     """
@@ -127,11 +123,7 @@ def _check_shared_memory(recipe: Recipe) -> None:
 
 
 def rank_bytes(recipe: Recipe, generates: bool = True) -> float:
-    """Return the least memory in bytes that a rank of this recipe needs on a machine without GPUs.
-
-    Args:
-        generates: whether vLLM is started, which needs memory for its KV cache.
-    """
+    """Return the least memory in bytes that a rank needs without GPUs, with vLLM's KV cache if it generates."""
     cache = recipe.rollout.kv_cache_gib * 2**30 if recipe.rollout is not None and generates else 0
     return RANK_PROCESS_BYTES + cache
 

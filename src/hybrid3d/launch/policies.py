@@ -69,11 +69,9 @@ class ServingPolicy:
         self._was_ready = False
 
     def after(self, exit: Exit, record: Ended | None, run_has_ended: bool) -> Over | Again:
-        """Return what follows.
+        """Return what follows; `record` is what the process has left.
 
-        Args:
-            record: what the process has left.
-            run_has_ended: of which a process that is stopped does not hear.
+        A process that is stopped does not hear that the run has ended.
         """
         self._exits += 1
         if exit.code < 0 and run_has_ended:

@@ -302,7 +302,7 @@ def check_fit(recipe: Recipe) -> None:
 
 
 def check_weights(config: Config, path: str, with_mtp: bool = False) -> None:
-    """Compare the checkpoint's headers with the tensors that Megatron's model of this config declares.
+    """Check that the checkpoint's headers have the tensors that Megatron's model of this config declares.
 
     Raises:
         CheckpointError: tensors are missing, unknown or of another shape.
@@ -344,8 +344,7 @@ def _check_tensors(
 def check_tied_copy(folder: str, config: Config, entries: Mapping[str, TensorEntry]) -> None:
     """Check that a head that config.json ties to the embedding, if the files contain it too, equals the embedding.
 
-    Raises:
-        CheckpointError: it differs; transformers would use it, and both engines would not.
+    If it differs, `CheckpointError` is raised: transformers would use it, and both engines would not.
     """
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     if head not in entries or not is_redundant(head, config):

@@ -74,10 +74,7 @@ class RankHost:
     """What runs a rank in child processes of this one, which has become their parent."""
 
     def __init__(self, tells: bool):
-        """
-        Args:
-            tells: whether the children tell that they are alive.
-        """
+        """`tells` says whether the children tell that they are alive."""
         self._tells, self._starts = tells, 0
 
     def start(self, failure: str = "") -> None:
@@ -148,11 +145,7 @@ def _start(variables: dict[str, str], stdout: int | None) -> subprocess.Popen[by
 
 
 class RunEnd:
-    """Whether the run has ended, as a thread finds out once it is asked to.
-
-    Attributes:
-        has_come: it has ended.
-    """
+    """Whether the run has ended (`has_come`), as a thread finds out once it is asked to."""
 
     def __init__(self) -> None:
         self._thread = threading.Thread(target=self._watch, name="end of the run", daemon=True)

@@ -189,10 +189,7 @@ def have_met(store: Store) -> bool:
 def connect(members: str) -> Store:
     """Connect to the store, which rank 0 starts unless torchrun, or the parent of its process, has.
 
-    PyTorch prints connection errors to stderr.
-
-    Raises:
-        RendezvousError: there is no answer.
+    PyTorch prints connection errors to stderr; `RendezvousError` is raised if there is no answer.
     """
     member, rank = members.removesuffix("s"), launch_environment.rank()
     try:

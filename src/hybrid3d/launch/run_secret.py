@@ -36,11 +36,7 @@ class SecretError(RendezvousError):
 
 
 def write_secret(folder: RunFolder) -> None:
-    """Write a new secret; rank 0 does, before the ranks meet.
-
-    Raises:
-        SecretError: it cannot be written.
-    """
+    """Write a new secret; rank 0 does, before the ranks meet. If it cannot be written, `SecretError` is raised."""
     _write(_path(folder), secrets.token_bytes(SECRET_BYTES).hex())
 
 

@@ -21,11 +21,9 @@ SERVER_ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "
 
 
 def server_command(checkpoint: Path, name: str, host: str, port: int, recipe: Recipe | None) -> list[str]:
-    """Return the command that serves a Hugging Face checkpoint.
+    """Return the command that serves a Hugging Face checkpoint to requests for `name`.
 
-    Args:
-        name: the model's name in requests.
-        recipe: its rollout layout and settings are used; with None vLLM's defaults.
+    The recipe's rollout layout and settings are used; without one vLLM's defaults.
     """
     # The program behind `vllm serve`, which asks for a package named vllm: that of the build for CPUs has another name.
     command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model", str(checkpoint)]

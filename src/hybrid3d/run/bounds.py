@@ -7,13 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Bound:
-    """A bound on a metric.
-
-    Attributes:
-        setting: name of the setting in the section `guard`.
-        metric: the metric that it bounds.
-        advice: what a user can do when the bound is violated.
-    """
+    """A bound that the section `guard` has a setting for, and what a user can do when the metric violates it."""
 
     setting: str
     metric: str

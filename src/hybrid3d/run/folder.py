@@ -77,11 +77,7 @@ class RunFolder:
             raise RecipeError(str(self.path), problems)
 
     def make_logs(self) -> None:
-        """Create the folder of the ranks' logs.
-
-        Raises:
-            RecipeError: it cannot be created.
-        """
+        """Create the folder of the ranks' logs; raise `RecipeError` if it cannot be created."""
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -92,10 +88,7 @@ class RunFolder:
         """Lock the folder, so that no other process writes the same records and checkpoints.
 
         Waits up to `LOCK_TIMEOUT_SECONDS` for the lock: that of a killed process is released when it has exited, that
-        of a machine that died when the file server's lease expires.
-
-        Args:
-            print_message: called with a message when the lock has to be waited for.
+        of a machine that died when the file server's lease expires. Such a wait is announced by `print_message`.
 
         Raises:
             RecipeError: the folder is still locked, or cannot be written.
@@ -203,11 +196,7 @@ def _timeline_step(path: Path) -> int | None:
 
 
 def _step_of(path: Path, number: int, line: str) -> int:
-    """Return the step of a record.
-
-    Raises:
-        ValueError: the line is not a record of a step; with its file and number.
-    """
+    """Return the step of a record; `ValueError` with file and number if the line is none."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
@@ -247,8 +236,7 @@ def replay_path(folder: RunFolder, step: int) -> Path:
 def served_folder(folder: RunFolder, step: int, key: str) -> Path:
     """Return the folder of the Hugging Face checkpoint that `hybrid3d serve` has written of a step.
 
-    Args:
-        key: of the checkpoint, as a run that goes back may train a step anew (`run.identity.derived_key`).
+    The key is that of the checkpoint, as a run that goes back may train a step anew (`run.identity.derived_key`).
     """
     return folder.served / f"step-{step:06d}-{key}"
 
@@ -259,11 +247,7 @@ def _steps_in(folder: Path) -> list[int]:
 
 
 def find_checkpoint_step(folder: RunFolder, step: int | None) -> int:
-    """Return the requested step, or that of the last checkpoint.
-
-    Raises:
-        CheckpointNotFound: there is no such checkpoint.
-    """
+    """Return the requested step, or that of the last checkpoint; raise `CheckpointNotFound` if there is none."""
     steps = checkpoint_steps(folder)
     if not steps or (step is not None and step not in steps):
         missing = "no checkpoint" if step is None else f"no checkpoint of step {step}"
@@ -276,8 +260,7 @@ def find_checkpoint_step(folder: RunFolder, step: int | None) -> int:
 def replace_file(path: Path, text: str, lasting: bool = True) -> None:
     """Replace a file atomically, so that it is complete even if the process is killed.
 
-    Args:
-        lasting: whether it has to be on the disk afterwards, which takes a while, in case that the machine fails.
+    A `lasting` file is on the disk afterwards, which takes a while, in case that the machine fails.
     """
     replacement = path.with_suffix(".tmp")
     with open(replacement, "w", encoding="utf-8") as out:
@@ -289,11 +272,7 @@ def replace_file(path: Path, text: str, lasting: bool = True) -> None:
 
 
 def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Append rows to a record of JSON Lines.
-
-    Raises:
-        CheckpointWriteError: the disk does not take them.
-    """
+    """Append rows to a record of JSON Lines; raise `CheckpointWriteError` if the disk does not take them."""
     try:
         with open(path, "a", encoding="utf-8") as out:
             out.writelines(json.dumps(row) + "\n" for row in rows)

@@ -138,8 +138,7 @@ class Guard:
     def check_bounds(self, row: Mapping[str, float], memory_gb: float, recipe: Recipe) -> None:
         """Report each metric of the step that violates its bound and did not at the last step, with advice.
 
-        Args:
-            memory_gb: the most memory that a rank used in a phase of the step, in 10^9 bytes.
+        `memory_gb` is the most memory that a rank used in a phase of the step, in 10^9 bytes.
         """
         share = row.get("sync/exposed_seconds", 0.0) / row["time/step"]
         values = {**row, "sync share": share, "memory": memory_gb}

@@ -38,12 +38,7 @@ MAX_DIFFERENCES = 20  # lines of a message
 
 @dataclass(frozen=True)
 class RunId:
-    """What `run.json` says.
-
-    Attributes:
-        run: the run's id.
-        unidentified: checkpoints up to this step may be of a version that wrote no identity.
-    """
+    """The run's id in `run.json`; checkpoints up to the step `unidentified` may be of a version that wrote none."""
 
     run: str
     unidentified: int = 0
@@ -99,11 +94,7 @@ def begin(folder: RunFolder) -> None:
 
 
 def read_run_id(folder: RunFolder) -> RunId | None:
-    """Return the id of the run in a folder, None if it has none.
-
-    Raises:
-        RecipeError: `run.json` is damaged.
-    """
+    """Return the id of the run in a folder, None if it has none; raise `RecipeError` if `run.json` is damaged."""
     if not folder.id.exists():
         return None
     try:
@@ -170,8 +161,7 @@ def check_step(folder: RunFolder, step: int) -> str:
 def derived_key(folder: RunFolder, step: int, recipe: Recipe) -> str:
     """Return a key of what is derived from a checkpoint and the model's files: other content has another key.
 
-    Raises:
-        BrokenCheckpoint: the checkpoint's manifest cannot be read.
+    `BrokenCheckpoint` is raised if the checkpoint's manifest cannot be read.
     """
     model = {key: digest for key, digest in input_digests(recipe).items() if key.startswith("model.path/")}
     content = [content_digest(checkpoint_folder(folder, step)), model]

@@ -109,12 +109,10 @@ class PhaseTimer:
     Attributes:
         spans: what this rank did.
         peaks: the most bytes of memory that it used meanwhile, by activity.
-
-    Args:
-        activities: what this rank does in a phase, where that is not the phase.
     """
 
     def __init__(self, activities: Mapping[str, str] | None = None) -> None:
+        """`activities` says what this rank does in a phase, where that is not the phase."""
         self._activities = activities or {}
         self.spans: list[Span] = []
         self.peaks: dict[str, int] = {}
@@ -147,8 +145,7 @@ class PhaseTimer:
     ) -> tuple[dict[int, Sequence[Span]], dict[int, Peaks]]:
         """Return spans and peaks of all ranks of the run by rank, on every rank that trains.
 
-        Args:
-            spans, peaks: on the first rank, those of the ranks that do not train, if there are any.
+        The first rank gives those of the ranks that do not train, if there are any.
         """
         rank = group.rank()
         found = gather_objects(({rank: self.spans, **(spans or {})}, {rank: self.peaks, **(peaks or {})}), group)

@@ -52,12 +52,7 @@ def find_out_of_memory(error: BaseException) -> str | None:
 
 @dataclass(frozen=True)
 class OomRecovery:
-    """The out-of-memory restarts of a run so far.
-
-    Attributes:
-        count: number of restarts.
-        settings: settings that the restarts pinned, by dotted key.
-    """
+    """The number of a run's out-of-memory restarts so far, and the settings that they pinned, by dotted key."""
 
     count: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)

@@ -1,12 +1,17 @@
-"""Writes the checkpoints of a run when they are due, removes old ones, and resumes from the last intact one."""
+"""Writes the checkpoints of a run when they are due, removes old ones, and resumes from the last intact one.
+
+`Progress` is what a checkpoint holds besides models: how far a run has come, and the state of what adapts itself.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -15,7 +20,6 @@ from hybrid3d.distributed import broadcast_object
 from hybrid3d.run.folder import checkpoint_folder, checkpoint_steps
 from hybrid3d.run.identity import RunIdentity
 from hybrid3d.run.logger import RunLogger
-from hybrid3d.run.progress import Progress
 from hybrid3d.storage.disk import MOUNTS, CheckpointWriteError, file_system_warning, free_bytes, free_inodes
 from hybrid3d.storage.manifest import (
     BrokenCheckpoint,
@@ -29,6 +33,40 @@ from hybrid3d.train.trained_model import TrainedModels
 from hybrid3d.train.writing import CheckpointWriter, remove, remove_unfinished
 
 EXTRA_INODES = 2  # of a checkpoint, besides its files: its folder and its manifest
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come. A run that begins has the defaults.
+
+    Attributes:
+        batch: number of the first batch of prompts that was not drawn yet.
+        unfinished: places of the prompts that were drawn before and are not trained yet, of partial rollouts.
+        kl, guard: the state of the KL coefficient, and of the guard.
+        control: the settings that were changed so far, and the file of changes as it was read last.
+    """
+
+    batch: int = 0
+    unfinished: tuple[tuple[int, int], ...] = ()
+    kl: Mapping[str, Any] = field(default_factory=dict)
+    guard: Mapping[str, Any] = field(default_factory=dict)
+    control: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> Progress:
+        """Return what a checkpoint says; those of fine-tuning on data have no prompts and no KL."""
+        unfinished = tuple((batch, place) for batch, place in saved.get("unfinished", ()))
+        others = {key: saved[key] for key in ("batch", "kl", "guard", "control") if key in saved}
+        return cls(unfinished=unfinished, **others)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what a checkpoint says."""
+        return asdict(self)
+
+    @property
+    def learner(self) -> dict[str, Any]:
+        """The part that a recorded step says: that of the learner."""
+        return {"kl": self.kl, "guard": self.guard}
 
 
 class Checkpoints:
@@ -48,11 +86,7 @@ class Checkpoints:
         identity: RunIdentity | None = None,
         sharding: str = checkpoint.FULLY_RESHARDABLE,
     ):
-        """
-        Args:
-            group: all ranks that hold shards of the models.
-            sharding: how optimizers are saved, as `run.optimizer_sharding` names it.
-        """
+        """`group` has all ranks that hold shards of the models; `sharding` is as `run.optimizer_sharding` names it."""
         self.identity, self._sharding = identity, sharding
         self._models, self._record, self._group = models, record, group
         self._writing: CheckpointWriter | None = None
@@ -115,8 +149,7 @@ class Checkpoints:
     def _check_identity(self, path: Path, step: int) -> None:
         """Check on the first rank that a checkpoint is of this run and step, and was written with its settings.
 
-        Raises:
-            ForeignCheckpoint: on every rank, if it is not.
+        If it is not, `ForeignCheckpoint` is raised on every rank.
         """
         problem, warning = None, ""
         if self.identity is not None:
@@ -168,11 +201,7 @@ class Checkpoints:
             self.close()
 
     def close(self) -> None:
-        """Finish the checkpoint that is being written.
-
-        Raises:
-            CheckpointWriteError: it could not be written.
-        """
+        """Finish the checkpoint that is being written; raise `CheckpointWriteError` if it could not be written."""
         if self._writing is None:
             return
         path, updates = self._writing.folder, self._updates

@@ -24,10 +24,9 @@ from hybrid3d.run.health import Guard
 from hybrid3d.run.live_settings import LiveSettings
 from hybrid3d.run.logger import RunLogger
 from hybrid3d.run.metrics import PhaseTimer, StepMetrics, peak_gb
-from hybrid3d.run.progress import Progress
 from hybrid3d.train.dp_split import shares_of
 from hybrid3d.train.trained_model import PolicyModel, StepReport
-from hybrid3d.trainer.checkpoints import Checkpoints
+from hybrid3d.trainer.checkpoints import Checkpoints, Progress
 from hybrid3d.trainer.models import BaseOfPolicy
 from hybrid3d.watch.work_meter import record as work_record
 

@@ -349,8 +349,7 @@ class ExperienceMaker:
     def _gather_rows(self, values: Sequence[T] | None) -> list[T]:
         """Gather a value for each row of each data-parallel rank's share; return those of all rows, on every rank.
 
-        Args:
-            values: None on ranks without the output layer.
+        Ranks without the output layer have no `values`.
         """
         policy, found = self.models.policy, dict[int, T]()
         reports = values is not None and policy.is_reporting_rank

@@ -17,11 +17,11 @@ from hybrid3d.rl.objective import KlSettings, PolicyObjective, ValueObjective
 from hybrid3d.rl.policy_losses import LossSettings
 from hybrid3d.run.health import Guard
 from hybrid3d.run.metrics import StepMetrics
-from hybrid3d.run.progress import Progress
 from hybrid3d.train.trained_model import BucketHook, StepReport
+from hybrid3d.trainer.checkpoints import Progress
 from hybrid3d.trainer.experience import ExperienceMaker
 from hybrid3d.trainer.models import Models
-from hybrid3d.trainer.step_experience import Experience, FillOldLogprobs
+from hybrid3d.trainer.step_experience import Experience, fill_old_logprobs
 
 
 class Learner:
@@ -47,11 +47,7 @@ class Learner:
         self._guard.restore(progress.guard)
 
     def make_experience(self, batch: RolloutBatch, step: int, recipe: Recipe) -> Experience:
-        """Compute log-probabilities, values, advantages and corrections of this rank's share of a step's samples.
-
-        Raises:
-            EngineMismatch: at the first step, training and vLLM do not compute the same model.
-        """
+        """Compute this rank's share of a step's experience; raises as `ExperienceMaker.make`."""
         return self._experience.make(batch, step, recipe, self._kl.coef_under(recipe.algorithm.kl.coef))
 
     def update(
@@ -106,7 +102,7 @@ class Learner:
             if not done["train"]:  # as the critic's gradient was not accepted: the policy is unchanged
                 logprobs = self._policy.logprobs(experience.batch, recipe)
                 if logprobs is not None:
-                    FillOldLogprobs(experience, recipe)(logprobs, slice(None))
+                    fill_old_logprobs(logprobs, slice(None), experience, recipe)
             experience = self._experience.measure_update(experience, recipe)
             self._update_kl_coef(experience, step, recipe, trains_policy)
             metrics.update(experience.metrics)
@@ -136,6 +132,7 @@ class Learner:
         old = experience.rollout if algorithm.correction.bypass else experience.old
         assert old is not None, "each rank has what vLLM computed"
         reference = experience.reference if kl.where == "loss" else None
+        fill = partial(fill_old_logprobs, experience=experience, recipe=recipe)
         return PolicyObjective(
             advantages=experience.advantages[rows],
             mask=mask[rows],
@@ -147,7 +144,7 @@ class Learner:
             ref_logprobs=None if reference is None else reference[rows],
             kl=KlSettings(experience.kl_coef, kl.effective_estimator, kl.effective_clamp, kl.ratio_weighted),
             entropy_coef=algorithm.entropy_coef,
-            fill=FillOldLogprobs(experience, recipe) if experience.old_from_update else None,
+            fill=fill if experience.old_from_update else None,
         )
 
 

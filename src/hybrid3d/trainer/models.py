@@ -37,11 +37,7 @@ class ServedTeacher:
     """
 
     def __init__(self, recipe: Recipe, policy: PolicyModel, group: dist.ProcessGroup):
-        """Ask the server for its model's name.
-
-        Raises:
-            EndpointError: on every rank, if one of them gets no answer.
-        """
+        """Ask the server for its model's name; raises as `logprobs`."""
         url = recipe.algorithm.kl.endpoint
         assert url is not None, "built where the recipe has one"
         self._server, self._policy, self._group = Completions(url, "algorithm.kl.endpoint"), policy, group

@@ -20,15 +20,15 @@ from hybrid3d.generation.rollouts import FailedRewards, PartialRollouts, Rollout
 from hybrid3d.generation.samples import RolloutBatch, held_samples
 from hybrid3d.run.logger import RunLogger
 from hybrid3d.run.metrics import StepMetrics
-from hybrid3d.run.progress import Progress
 from hybrid3d.scoring.code import sandbox
 from hybrid3d.sync import Sync, SyncReport, policy_sync
 from hybrid3d.sync.elastic import ElasticSync, Members
 from hybrid3d.train.trained_model import BucketHook
+from hybrid3d.trainer.checkpoints import Progress
 from hybrid3d.trainer.trainer import GeneratorInputs
 from hybrid3d.workers.engines import Engines
+from hybrid3d.workers.loop import WorkerServer
 from hybrid3d.workers.reward import make_scorers
-from hybrid3d.workers.roles import WorkerServer
 
 T = TypeVar("T")
 
@@ -118,11 +118,7 @@ class RemoteGenerator:
         record: RunLogger,
         workers: WorkerServer | None,
     ):
-        """
-        Args:
-            group: the ranks that train; the default group.
-            workers: on the first rank, the ranks that do not train.
-        """
+        """`group` has the ranks that train; `workers` are those that do not, on the first rank."""
         self._group, self._record, self._overlaps = group, record, inputs.overlaps
         self._engines = None if workers is None else workers.engines
         if workers is not None and self._engines is not None:
@@ -145,9 +141,10 @@ class RemoteGenerator:
         failed: Counter[tuple[int, ...]] = Counter()
         while True:
             if members is None:
-                members = self._begin_sync(version, recipe)
-            report, others = self._sync.finish(), StepMetrics()
-            found = others if self._engines is None else self._engines.finish_sync()
+                members = self._from_first(lambda engines: engines.members(recipe.active_generation_ranks))
+                self._begin_sync(members, version, recipe)
+            report = self._sync.finish()
+            found = StepMetrics() if self._engines is None else self._engines.finish_sync()
             if all_reduce_min(int(report is not None and found is not None), self._group):
                 assert report is not None
                 assert found is not None
@@ -164,13 +161,11 @@ class RemoteGenerator:
     def begin(self) -> None:
         pass
 
-    def _begin_sync(self, version: int, recipe: Recipe) -> Members:
+    def _begin_sync(self, members: Members, version: int, recipe: Recipe) -> None:
         verify = is_due(recipe.sync.verify, version)
-        members = self._from_first(lambda engines: engines.members(recipe.active_generation_ranks))
         if self._engines is not None:
             self._engines.begin_sync(members, version, verify)
         self._sync.begin(members, version, verify)
-        return members
 
     def _record_start(self, recipe: Recipe) -> None:
         """Record, after the first sync, what the ranks that generate have said of themselves."""
@@ -241,16 +236,14 @@ class RemoteGenerator:
         active = recipe.active_generation_ranks
         if not self._overlaps or not self._from_first(lambda engines: engines.unchanged(active)):
             return None
-        members, verify = self._sync.members, is_due(recipe.sync.verify, version)
+        members = self._sync.members
         if not members:
             return None
 
         def hook(bucket: int, last: bool) -> None:
             if bucket == 0:
                 self._begun = members
-                if self._engines is not None:
-                    self._engines.begin_sync(members, version, verify)
-                self._sync.begin(members, version, verify)
+                self._begin_sync(members, version, recipe)
             self._sync.bucket_ready(bucket, last)
 
         return hook

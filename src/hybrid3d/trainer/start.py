@@ -26,7 +26,7 @@ from hybrid3d.run.logger import Display, RunLogger
 from hybrid3d.run.oom_recovery import OomRecovery, find_out_of_memory
 from hybrid3d.scoring.code import sandbox
 from hybrid3d.watch.heartbeat import enter_phase
-from hybrid3d.workers.loop import run_worker
+from hybrid3d.workers.loop import WorkerServer, run_worker
 
 if TYPE_CHECKING:
     from hybrid3d.run.health import Guard
@@ -109,11 +109,7 @@ def replay(
     as_json: bool,
     this: RankStart,
 ) -> bool:
-    """Do the recorded steps from `start` to `step` again, write and print the result.
-
-    Returns:
-        Whether the result is as recorded, on every rank.
-    """
+    """Do the recorded steps from `start` to `step` again, print the result, and return whether it is as recorded."""
     rank, console = this.rank, this.console
     group = start_training(recipe, this)
     from hybrid3d.trainer.replay import print_replay
@@ -165,8 +161,6 @@ def _make_trainer(
 
     workers, attempt = None, start.progress.restart_count
     if group.rank() == 0 and (recipe.is_split or recipe.has_workers):
-        from hybrid3d.workers.roles import WorkerServer
-
         workers = WorkerServer(recipe, start.store, record, attempt)
     make: MakeGenerator
     if recipe.is_split:
@@ -234,9 +228,7 @@ def training_ranks_here(recipe: Recipe) -> int:
 
 
 def _decide_sharding(recipe: Recipe, models: TrainedModels, record: RunLogger, group: dist.ProcessGroup) -> str:
-    """Return how checkpoints save optimizers, by the memory of the nodes that the run is on.
-
-    It is the same on all ranks of the group, which call this together.
+    """Return how checkpoints save optimizers, by the memory of the nodes that the run is on; the same on all ranks.
 
     Raises:
         RecipeError: `dp_reshardable` is set, and ranks have no part of a bucket.

@@ -41,7 +41,7 @@ class Experience:
         mask: 1 at the tokens that are trained: those of the policy in the rows that are.
         rollout, old, reference: log-probabilities by vLLM, by the policy before the update and by the reference policy.
         kl_coef: coefficient of the KL to the reference.
-        old_from_update: whether the update's own forward pass fills in `old` and `correction` (`FillOldLogprobs`).
+        old_from_update: whether the update's own forward pass fills in `old` and `correction` (`fill_old_logprobs`).
         entropy: of the policy's distributions, where tokens are selected by it.
         answer_kl: the mean KL of an answer to the reference, nats; None without a reference, or before `old` is known.
         values, returns: the critic's values, and the returns that it is trained to predict.
@@ -92,19 +92,12 @@ def come_from_update(step: int, recipe: Recipe) -> bool:
     return updates == 1 and not (replays or algorithm.kl.where == "reward" or selects_tokens or compares_weights)
 
 
-class FillOldLogprobs:
-    """Fills in an experience's `old` and `correction` with the log-probabilities of a micro batch, as they come."""
-
-    def __init__(self, experience: Experience, recipe: Recipe):
-        self._experience, self._recipe = experience, recipe
-
-    def __call__(self, logprobs: Tensor, rows: Rows) -> None:
-        """Fill in those of these rows of the batch, [b, T]."""
-        experience = self._experience
-        assert experience.old is not None, "on ranks with the output layer"
-        experience.old[rows] = logprobs
-        if experience.correction is not None:
-            experience.correction[rows] = weights_of(experience, logprobs, rows, self._recipe)
+def fill_old_logprobs(logprobs: Tensor, rows: Rows, experience: Experience, recipe: Recipe) -> None:
+    """Fill in an experience's `old` and `correction` with the log-probabilities of rows of the batch, [b, T]."""
+    assert experience.old is not None, "on ranks with the output layer"
+    experience.old[rows] = logprobs
+    if experience.correction is not None:
+        experience.correction[rows] = weights_of(experience, logprobs, rows, recipe)
 
 
 def weights_of(experience: Experience, logprobs: Tensor, rows: Rows, recipe: Recipe) -> Tensor:

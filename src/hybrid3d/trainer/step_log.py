@@ -31,11 +31,6 @@ class StepLog:
         guard: Guard,
         group: dist.ProcessGroup,
     ):
-        """
-        Args:
-            recorder: writes whole steps (`run.record`).
-            guard: looks at the metrics of each step.
-        """
         self._trainer, self._record, self._recorder = trainer, record, recorder
         self._guard, self._group = guard, group
         self._dense_reason: str | None = None
@@ -87,9 +82,7 @@ class StepLog:
     def finish(self, batch: RolloutBatch, experience: Experience, updates: StepMetrics) -> None:
         """End the step: reduce its metrics over all ranks and write them, with all that was measured.
 
-        Args:
-            batch, experience: as `made` has returned them.
-            updates: this rank's share of the metrics of the updates.
+        `batch` and `experience` are as `made` has returned them; `updates` has this rank's metrics of the updates.
         """
         step, recipe, row = self._step, self._recipe, self._row
         metrics = experience.metrics

@@ -22,9 +22,9 @@ from hybrid3d.reshard.move.device import device
 from hybrid3d.run.folder import RunFolder, recorded_folder
 from hybrid3d.run.identity import RunIdentity
 from hybrid3d.run.metrics import PhaseTimer
-from hybrid3d.run.progress import Progress
 from hybrid3d.train.trained_model import TrainedModels
 from hybrid3d.train.writing import together
+from hybrid3d.trainer.checkpoints import Progress
 from hybrid3d.trainer.models import Models
 from hybrid3d.trainer.step_experience import Experience
 
@@ -41,15 +41,11 @@ OUTPUTS = {  # the record's names of an `Experience`'s tensors
 class StepCapture:
     """Collects the record of one step on the group's first rank. All ranks call both methods, in this order.
 
-    1. `StepCapture(...)`, after `make_experience` and before `update`;
+    1. `StepCapture(...)`, after `make_experience` and before `update`, with the learner's progress before the step;
     2. `finish`, after `update`.
     """
 
     def __init__(self, models: Models, progress: Progress, group: dist.ProcessGroup):
-        """
-        Args:
-            progress: the state besides models before the step, as a checkpoint saves it.
-        """
         self._models, self._progress, self._group = models.trained, progress.learner, group
         self._is_reporting = models.policy.is_reporting_rank
         self._before = _fingerprints(self._models)
@@ -64,9 +60,7 @@ class StepCapture:
     ) -> StepRecord | None:
         """Return the record on the first rank, None on the others.
 
-        Args:
-            generated: as it was before it was scored in the experience.
-            metrics: of the step, reduced over ranks.
+        `generated` is as it was before the experience was made; `metrics` are those of the step, reduced over ranks.
         """
         everything = [(range(len(generated.samples)), [0])]
         samples = deliver_choices(generated.samples, everything, self._group, recipe.machine.gpus_per_node)

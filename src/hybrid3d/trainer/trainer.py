@@ -17,16 +17,16 @@ from hybrid3d.inputs.models import read_config, read_data, read_tokenizer
 from hybrid3d.rl.data import PromptData
 from hybrid3d.run.health import Guard
 from hybrid3d.run.metrics import StepMetrics
-from hybrid3d.run.progress import Progress
 from hybrid3d.sync import SyncReport
 from hybrid3d.train.megatron import checkpoint
 from hybrid3d.train.megatron.policy import Policy
 from hybrid3d.train.trained_model import BucketHook, PolicyModel
+from hybrid3d.trainer.checkpoints import Progress
 from hybrid3d.trainer.learner import Learner
 from hybrid3d.trainer.models import Models
 from hybrid3d.trainer.step_experience import Experience
 from hybrid3d.watch.work_meter import record as work_record
-from hybrid3d.workers.roles import WorkerServer
+from hybrid3d.workers.loop import WorkerServer
 
 
 class Generator(Protocol):
@@ -67,10 +67,9 @@ class Generator(Protocol):
         """Leave the memory to the models."""
 
     def begin_update(self, step: int, recipe: Recipe) -> BucketHook | None:
-        """Take note that the models are updated now.
+        """Take note that the models are updated now; return what syncs each optimizer bucket of the last update.
 
-        Returns:
-            What syncs each optimizer bucket of the last update; None if the next sync does not overlap it.
+        It is None if the next sync does not overlap it.
         """
 
     def end_update(self, recipe: Recipe) -> StepMetrics:

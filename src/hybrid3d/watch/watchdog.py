@@ -71,8 +71,7 @@ class StackSampler:
     def sample(self, passed: float, limit: float) -> tuple[FrameType, float] | None:
         """Return the innermost frame and the seconds since the thread has moved, if they are more than `limit`.
 
-        Args:
-            passed: seconds since the last sample, in which the thread could run.
+        In `passed` seconds since the last sample the thread could run.
         """
         frame = sys._current_frames().get(self._thread_id)
         seen = None if frame is None else (id(frame), frame.f_lasti)

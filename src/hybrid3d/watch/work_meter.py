@@ -77,11 +77,9 @@ class WorkRecord:
         self._parts[TRAIN] = f"pipeline stage {rank // (recipe.train_ranks // recipe.train.pp)}"
 
     def generates(self, rank: int, count_generated: Callable[[], tuple[int, int]]) -> None:
-        """Compare this rank with those of other replicas.
+        """Compare this rank with those of other replicas that have the same rank in theirs.
 
-        Args:
-            rank: that in its replica.
-            count_generated: returns the passes of the model until now, and the tokens that were generated in them.
+        `count_generated` returns the passes of the model until now, and the tokens that were generated in them.
         """
         self._parts[GENERATE] = f"rank {rank} of a replica"
         self._count_generated = count_generated

@@ -115,11 +115,7 @@ class Connection:
         self._messages = connection.Connection(os.dup(of_socket.fileno()))
 
     def send(self, message: Message | bytes) -> None:
-        """Send a message, which may be encoded already.
-
-        Raises:
-            Disconnected: the other end does not receive.
-        """
+        """Send a message, which may be encoded already; raise `Disconnected` if the other end does not receive."""
         data = message if isinstance(message, bytes) else encode(message)
         try:
             self._messages.send_bytes(data)
@@ -142,11 +138,7 @@ class Connection:
             raise self._refuse(f"what came is no message: {error}") from error
 
     def receive_a(self, kind: type[T]) -> T:
-        """Wait for a message of this kind and return it.
-
-        Raises:
-            Disconnected: as for `receive`, or it is another one.
-        """
+        """Wait for a message of this kind and return it; raise `Disconnected` as `receive`, or if it is another one."""
         message = self.receive()
         if not isinstance(message, kind):
             raise self._refuse(f"{type(message).__name__} came instead of {kind.__name__}")

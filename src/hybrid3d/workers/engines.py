@@ -80,12 +80,9 @@ class Engines(RoleClient):
             self._record.event("engine_left", message, ranks=engine.ranks)
 
     def members(self, active_ranks: int) -> Members:
-        """Return the members of the next sync, after waiting for an engine.
+        """Return the members of the next sync, of which so many ranks are to generate, after waiting for an engine.
 
         Before the first sync it waits for all engines, without those that may come late and have not come.
-
-        Args:
-            active_ranks: so many ranks are to generate, from the first one on.
         """
         self._set_active(active_ranks)
         event = "no_engine" if self._had_sync else ""

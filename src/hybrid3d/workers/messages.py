@@ -69,8 +69,7 @@ class Register(Struct, frozen=True):
 class Join(Struct, frozen=True):
     """Asks a rank to start what it serves with, unless that is up: all ranks of its group have registered.
 
-    Attributes:
-        start: number of this start of the group.
+    `start` is the number of this start of the group.
     """
 
     start: int
@@ -91,8 +90,7 @@ class SyncWeights(Struct, frozen=True):
 class Advance(Struct, frozen=True):
     """Asks an engine for answers: arguments of `Replicas.advance`, with the numbers of its own replicas.
 
-    Attributes:
-        stoppable: it returns early when another message has arrived.
+    A `stoppable` call returns early when another message has arrived.
     """
 
     prompts: dict[int, list[Prompt]]
@@ -192,11 +190,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """Return the message that bytes are.
-
-    Raises:
-        ValueError: they are none.
-    """
+    """Return the message that bytes are; raise `ValueError` if they are none."""
     try:
         return _decoder.decode(data)
     except RecursionError as error:

@@ -71,11 +71,7 @@ class RewardRank:
 
 
 def load_model_scorer(recipe: Recipe, path: str, pad_id: int, group: dist.ProcessGroup) -> ModelScorer:
-    """Load the reward model over the ranks of a group, all of which call this together.
-
-    Args:
-        path: the checkpoint of the model.
-    """
+    """Load the reward model at `path` over the ranks of a group, all of which call this together."""
     from hybrid3d.train.megatron import runtime
     from hybrid3d.train.megatron.value_model import ValueModel
     from hybrid3d.train.model_scorer import ModelScorer
@@ -102,11 +98,7 @@ class RewardWorkers(RoleClient):
         self._asked: list[WorkerGroup] = []  # in the last call
 
     def score(self, queries: Sequence[Query], scorer: str) -> Scores:
-        """Return the rewards of answers, after waiting for ranks that can compute them.
-
-        Args:
-            scorer: `model`, the reward model, or `function`.
-        """
+        """Return the rewards of answers by `model` or `function`, after waiting for ranks that can compute them."""
         prompts, sent = by_prompt(queries), [query if scorer == "model" else query.text for query in queries]
         most = max(1, self._most // max(map(len, prompts), default=1)) if scorer == "function" else len(prompts)
 
