@@ -146,7 +146,7 @@ class Guard:
             limit, value = getattr(recipe.guard, bound.setting), values.get(bound.metric)
             if limit is None or value is None:
                 continue
-            violated = bound.is_violated(value, limit)
+            violated = not (value >= limit if bound.setting.startswith("min_") else value <= limit)  # true for NaN
             if violated and bound.setting not in self._violated:
                 step = row["step"]
                 numbers = f"{bound.metric} {value:.4g} violates guard.{bound.setting}={limit:g}"

@@ -228,7 +228,6 @@ def _settings_that_differ(identity: Identity, recipe: Recipe) -> Iterator[str]:
 
 
 def _inputs_that_differ(identity: Identity, inputs: Mapping[str, str]) -> Iterator[str]:
-    """Yield a line for each file that has changed."""
     for name in sorted(identity.inputs.keys() | inputs.keys()):
         old, new = identity.inputs.get(name, "no such file"), inputs.get(name, "no such file")
         if old != new:

@@ -130,10 +130,6 @@ class LiveSettings:
 
     The group's first rank decides what changes and broadcasts it. From `control.yaml` it takes only what has changed
     since the last read: nothing is applied twice, and a schedule may change a setting that the file set earlier.
-
-    Attributes:
-        initial_recipe: the recipe that the run started with.
-        recipe: the recipe with the current settings.
     """
 
     def __init__(self, recipe: Recipe, record: RunLogger, pinned: Settings, group: dist.ProcessGroup):
@@ -142,7 +138,7 @@ class LiveSettings:
         self._path = record.folder.control
         self._settings: dict[str, Any] = {}  # all settings changed so far
         self._file_hash, self._file_settings = "", dict[str, Any]()  # of the file when it was last read
-        self.recipe = override_settings(recipe, pinned)
+        self.recipe = override_settings(recipe, pinned)  # with the current settings
 
     @property
     def control(self) -> dict[str, Any]:

@@ -43,9 +43,6 @@ class MemoryMeter:
 
     Without a GPU they are the resident bytes of the process. Where the kernel does not let a process reset its peak,
     only the bytes at `start`, `split` and `stop` are seen.
-
-    Attributes:
-        asleep: returns the bytes that torch counts as allocated, but vLLM has freed.
     """
 
     def __init__(self) -> None:
@@ -170,10 +167,6 @@ class StepMetrics:
     maxima: dict[str, int | float] = field(default_factory=dict)
     replicated: dict[str, int | float] = field(default_factory=dict)
 
-    def add(self, key: str, value: float) -> None:
-        """Add `value` to the metric that is summed over ranks."""
-        self.sums[key] = self.sums.get(key, 0.0) + value
-
     def update(self, other: StepMetrics) -> None:
         """Take over another's metrics; where both have one, the other's."""
         self.sums |= other.sums
@@ -183,7 +176,7 @@ class StepMetrics:
     def add_rank(self, other: StepMetrics) -> None:
         """Take in the share of another rank, which does not take part in `reduce`."""
         for key, value in other.sums.items():
-            self.add(key, value)
+            self.sums[key] = self.sums.get(key, 0.0) + value
         for key, value in other.maxima.items():
             self.maxima[key] = _larger(self.maxima.get(key, value), value)
         self.replicated |= other.replicated

@@ -39,20 +39,16 @@ class DataUpdates(Protocol):
 
     Attributes:
         data: the files, by the names of `RunLogger.data`.
-        evaluates: whether there is held-out data to evaluate.
     """
 
     @property
     def data(self) -> Mapping[str, PromptData]: ...
 
-    @property
-    def evaluates(self) -> bool: ...
-
     def update(self, step: int, recipe: Recipe, accepts_grad_norm: Callable[[float], bool]) -> Update:
         """Update the policy once."""
 
     def evaluate(self, recipe: Recipe) -> StepMetrics:
-        """Return metrics of the held-out data."""
+        """Return metrics of the held-out data, of which only preference pairs have some."""
 
 
 def train_on_data(
@@ -70,6 +66,7 @@ def train_on_data(
     if it is evaluated.
     """
     record.data(updates.data)
+    evaluates = live.recipe.algorithm.uses_pairs
     work_record.trains(live.recipe, group.rank())
     with checkpoints:
         step, progress = checkpoints.resume()
@@ -79,7 +76,7 @@ def train_on_data(
         while step < (recipe := live.settings_for_step(step)).run.steps:
             work_record.begin_step(step)
             timer, row = PhaseTimer(), dict[str, float](step=step)
-            if updates.evaluates and step % recipe.run.eval_every == 0:
+            if evaluates and step % recipe.run.eval_every == 0:
                 with timer("eval"):
                     row |= updates.evaluate(recipe).reduce(group)
             with timer("train"):
@@ -96,7 +93,7 @@ def train_on_data(
             guard.check_bounds(row, peak_gb(peaks), recipe)
             step += 1
             checkpoints.save_if_due(step, Progress(guard=guard.progress, control=live.control), recipe.run)
-        if updates.evaluates:
+        if evaluates:
             with PhaseTimer()("eval"):
                 held_out = updates.evaluate(recipe).reduce(group)
             record.step({"step": step} | held_out, recipe.run.steps)
@@ -104,8 +101,6 @@ def train_on_data(
 
 class SftUpdates:
     """Updates the policy with the answers of the training data: see `DataUpdates`."""
-
-    evaluates = False
 
     def __init__(self, recipe: Recipe, policy: PolicyModel):
         self._policy, self._tokenizer = policy, read_tokenizer(recipe)
@@ -135,8 +130,6 @@ class DpoUpdates:
     The pairs of a step, not their sequences, are distributed over data-parallel ranks, so that each rank has both
     sequences of its pairs. A rank computes the log-probabilities of all its sequences before the update.
     """
-
-    evaluates = True
 
     def __init__(self, recipe: Recipe, policy: PolicyModel, reference: PolicyModel | BaseOfPolicy | None):
         """Without a `reference` the loss has none."""

@@ -34,8 +34,7 @@ class StepLog:
         self._trainer, self._record, self._recorder = trainer, record, recorder
         self._guard, self._group = guard, group
         self._dense_reason: str | None = None
-        self._sync_choice = ""
-        self._told_truncated = False
+        self._sync_choice, self._told_truncated = "", False
 
     def begin(self, step: int, recipe: Recipe) -> None:
         """Begin a step, with its settings."""
@@ -49,9 +48,21 @@ class StepLog:
         return self._timer(name)
 
     def synced(self, report: SyncReport) -> None:
-        """Take in the sync, and tell what is unusual of it, or of the samples that follow it."""
+        """Take in the sync, and tell what is unusual of it, or of the samples that follow it.
+
+        That is tensors that arrived corrupted, and why a sync sends all elements where it was not so before.
+        """
         self._synced = report
-        self._tell_of_sync(report)
+        step, tensors = self._step, report.corrupted
+        if tensors:
+            message = f"step {step}: {len(tensors)} tensors were corrupted in transfer; the whole sync was repeated"
+            self._record.event("sync_corrupted", message, step=step, count=len(tensors), tensors=tensors[:20])
+        if report.dense_reason and report.dense_reason != self._dense_reason:
+            self._record.event("sync_dense", step=step, reason=report.dense_reason)
+        self._dense_reason = report.dense_reason
+        if report.choice and report.choice["sends"] != self._sync_choice:
+            self._sync_choice = report.choice["sends"]
+            self._record.event("sync_choice", step=step, **report.choice)
         self._tell_of_truncation()
 
     def evaluated(self, result: EvalResult) -> None:
@@ -104,19 +115,6 @@ class StepLog:
     def close(self) -> None:
         """Draw the timeline of the last step."""
         self._record.draw_timeline()
-
-    def _tell_of_sync(self, report: SyncReport) -> None:
-        """Tell of tensors that arrived corrupted, and why a sync sends all elements where it was not so before."""
-        step, tensors = self._step, report.corrupted
-        if tensors:
-            message = f"step {step}: {len(tensors)} tensors were corrupted in transfer; the whole sync was repeated"
-            self._record.event("sync_corrupted", message, step=step, count=len(tensors), tensors=tensors[:20])
-        if report.dense_reason and report.dense_reason != self._dense_reason:
-            self._record.event("sync_dense", step=step, reason=report.dense_reason)
-        self._dense_reason = report.dense_reason
-        if report.choice and report.choice["sends"] != self._sync_choice:
-            self._sync_choice = report.choice["sends"]
-            self._record.event("sync_choice", step=step, **report.choice)
 
     def _tell_of_failures(self, result: RolloutBatch | EvalResult) -> None:
         """Tell of rewards and environment replies that failed; their samples have the recipe's default reward."""

@@ -24,13 +24,7 @@ DEVIATIONS = 3  # of the number of samples, by which the seconds must differ
 KEPT_STEPS = 20
 LATE = 2  # steps by which a rank may be behind, or it has been lost, or is not needed for now
 TRAIN, GENERATE = "train", "generate"
-PHASES = {
-    "train": TRAIN,
-    "generate": GENERATE,
-    "eval": GENERATE,
-    "score": GENERATE,
-    "advance": GENERATE,
-}
+PHASES = {"train": TRAIN, **dict.fromkeys(("generate", "eval", "score", "advance"), GENERATE)}
 
 
 @dataclass
