@@ -46,12 +46,7 @@ class Over:
 
 @dataclass(frozen=True)
 class Again:
-    """The rank is started again.
-
-    Attributes:
-        why: the process before has ended; empty if it was asked to.
-        pause: seconds before.
-    """
+    """The rank is started again, after `pause` seconds; `why` the process before has ended is empty if asked to."""
 
     why: str = ""
     pause: float = 0.0
@@ -123,10 +118,8 @@ def decide_training(
     """Return what follows from the failure of a start of the ranks that train.
 
     Args:
-        cause: of the failures.
         codes: the exit codes of their processes.
         ranks: those that train. If one of them has not ended, as its node is lost, none is started again.
-        restarts: how often they were started again.
         run_has_ended: those that do not train have been told so.
     """
     out_of_memory = cause.kind == "out_of_memory"  # its next start has settings that need less

@@ -224,7 +224,6 @@ def _redirect(log: Path, keep_console: bool) -> Console | None:
 
 
 def _end_by(rank: int, error: BaseException) -> Ended:
-    """Return the record of a rank that an error ends."""
     kind: Literal["error", "out_of_memory"] = "out_of_memory" if isinstance(error, OutOfMemoryRestart) else "error"
     if getattr(error, "raised_on_all_ranks", False):
         return Ended(rank, str(error), on_all_ranks=True, kind=kind)

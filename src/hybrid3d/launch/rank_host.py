@@ -117,7 +117,6 @@ class RankHost:
 
     @property
     def _patience(self) -> float:
-        """For how many seconds the child may be silent."""
         if not self._tells:
             return math.inf
         return heartbeat_seconds() if self._ready_at < math.inf else max(heartbeat_seconds(), START_SECONDS)

@@ -37,7 +37,8 @@ class EngineMismatch(RuntimeError):
 class Guard:
     """Watches the gradients, KL and metrics of a run, with the `guard` settings of the step's recipe.
 
-    Every rank must call every method with the same values, so that all ranks take the same decision.
+    Every rank must call every method with the same values, so that all ranks take the same decision. A method that
+    intervenes raises `TooManyInterventions` when that was more often than `guard.max_interventions`.
     """
 
     def __init__(self, record: RunLogger):
@@ -111,21 +112,13 @@ class Guard:
             raise EngineMismatch(message)
 
     def record_skip(self, step: int, norm: float, recipe: Recipe, model: str = "policy") -> None:
-        """Record that a gradient of the policy or the critic was not accepted: the rest of the step is skipped.
-
-        Raises:
-            TooManyInterventions: more than `guard.max_interventions`.
-        """
+        """Record that a gradient of the policy or the critic was not accepted: the rest of the step is skipped."""
         reason = "not finite" if not math.isfinite(norm) else "a spike"
         message = f"the {model}'s gradient norm {norm:g} is {reason}: its batch is skipped"
         self._intervene(step, "batch_skipped", message, recipe, norm=str(norm), of=model)
 
     def freeze_kl_coef(self, step: int, kl: float, controller: KlController, recipe: Recipe) -> None:
-        """Reset an adaptive coefficient to the recipe's and fix it, if `kl` of an answer exceeds `guard.kl_explosion`.
-
-        Raises:
-            TooManyInterventions: more than `guard.max_interventions`.
-        """
+        """Reset an adaptive coefficient to the recipe's and fix it, if an answer's KL exceeds `guard.kl_explosion`."""
         limit, coef = recipe.guard.kl_explosion, recipe.algorithm.kl.coef
         if limit is not None and controller.target is not None and not kl <= limit:
             message = (

@@ -65,10 +65,7 @@ class RunIdentity:
         return Identity(self.run.run, folder.name, updates, recipe_digest(self.recipe), yaml, dict(self.inputs))
 
     def check(self, folder: RunFolder, path: Path) -> str:
-        """Check that a checkpoint is one that this run can resume.
-
-        Returns:
-            A warning if the checkpoint does not say which run it is of, otherwise an empty text.
+        """Check that a checkpoint is one that this run can resume; return as `check_origin`.
 
         Raises:
             ForeignCheckpoint: it is of another run or step, or of other settings or input files: with both values.

@@ -71,9 +71,6 @@ class OomRecovery:
 
         If several ranks run out together, all with the same settings, one of them saves the record and the event.
 
-        Args:
-            cause: what the error says, from `find_out_of_memory`.
-
         Returns:
             `OutOfMemoryRestart`, or another error if memory cannot be reduced further or has run out too often.
         """

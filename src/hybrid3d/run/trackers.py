@@ -214,7 +214,6 @@ STARTS: Mapping[str, Callable[[Recipe, RunFolder], Tracker]] = {
 
 
 def _read_ids(folder: RunFolder) -> dict[str, str]:
-    """Return the ids that trackers know the run by."""
     try:
         found: dict[str, str] = json.loads(folder.trackers.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # there is none, or a full disk has cut it off

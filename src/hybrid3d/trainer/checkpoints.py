@@ -70,9 +70,7 @@ class Progress:
 
 
 class Checkpoints:
-    """Saves the models and the progress of a run, and loads the last intact checkpoint.
-
-    All ranks call every method together.
+    """Saves the models and progress of a run, and loads the last intact checkpoint. All ranks make all calls together.
 
     Attributes:
         identity: of the run, on the first rank; checkpoints of another run are refused, and new ones get it.

@@ -35,11 +35,7 @@ Update: TypeAlias = tuple[StepReport, StepMetrics, int]
 
 
 class DataUpdates(Protocol):
-    """Updates the policy with a step's data. All ranks call both methods together.
-
-    Attributes:
-        data: the files, by the names of `RunLogger.data`.
-    """
+    """Updates the policy with a step's data, by the names of `RunLogger.data`. All ranks make all calls together."""
 
     @property
     def data(self) -> Mapping[str, PromptData]: ...
@@ -132,7 +128,6 @@ class DpoUpdates:
     """
 
     def __init__(self, recipe: Recipe, policy: PolicyModel, reference: PolicyModel | BaseOfPolicy | None):
-        """Without a `reference` the loss has none."""
         self._policy, self._tokenizer, self._reference = policy, read_tokenizer(recipe), reference
         train, held_out = read_data(recipe, policy.config, self._tokenizer)
         self._train, self._held_out = train, held_out["eval"]

@@ -37,9 +37,9 @@ def export(
     merged: bool,
     start: RankStart,
 ) -> None:
-    """Write a checkpoint as a Hugging Face checkpoint; every rank writes the boxes that it holds.
+    """Write a checkpoint as a Hugging Face checkpoint, or adapters that are not `merged` in PEFT's format.
 
-    Of a policy with adapters, the model is `merged` with them, or else they are written in PEFT's format.
+    Every rank writes the boxes that it holds.
     """
     from hybrid3d.train.megatron import checkpoint, runtime
     from hybrid3d.train.megatron.policy import Policy

@@ -47,8 +47,7 @@ class GenerationAhead:
         self._error: BaseException | None = None  # of the thread
 
     def __len__(self) -> int:
-        """The number of steps whose samples are there."""
-        return len(self._ahead)
+        return len(self._ahead)  # the steps whose samples are there
 
     def next_batch(self, version: int, batch: int, recipe: Recipe) -> RolloutBatch:
         """Return the samples of a step, generated before or now; arguments and errors as `Rollouts.generate_batch`."""
@@ -97,7 +96,6 @@ class GenerationAhead:
                 break
 
     def _generate(self, version: int, recipe: Recipe) -> RolloutBatch:
-        """Generate the samples of the first step that has none yet."""
         generated = self._rollouts.generate_batch(version, self._next_batch, recipe)
         self._next_batch += generated.batches
         return generated

@@ -86,12 +86,14 @@ class StepCapture:
 
 
 class StepRecorder:
-    """Writes a record of each step that `run.record` selects. All ranks call both methods together, in this order."""
+    """Writes a record of each step that `run.record` selects. All ranks call both methods together, in this order.
+
+    The run's identity is needed on the first rank only.
+    """
 
     def __init__(
         self, models: Models, folder: RunFolder, group: dist.ProcessGroup, identity: RunIdentity | None = None
     ):
-        """The run's `identity` is needed on the first rank only."""
         self._models, self._folder, self._group, self._identity = models, folder, group, identity
         self._capture: StepCapture | None = None
 
@@ -118,8 +120,7 @@ class StepRecorder:
     ) -> None:
         """Write the record, if `begin` has captured the step.
 
-        Raises:
-            CheckpointWriteError: it could not be written; nothing of it is left.
+        If that fails, `CheckpointWriteError` is raised, and nothing of the record is left.
         """
         if self._capture is None:
             return
@@ -176,7 +177,6 @@ def _in_sample_order(
 
 
 def _weight_record(ranks: Sequence[tuple[LocalFingerprints, LocalFingerprints]]) -> WeightRecord:
-    """Return the record of a model from each rank's fingerprints before and after the step."""
     names = list(dict.fromkeys(name for before, _ in ranks for name in before.values))
     index = {name: number for number, name in enumerate(names)}
     whole = [whole_fingerprints(of) for of in zip(*ranks, strict=True)]

@@ -117,10 +117,9 @@ class Watchdog:
         on_deadlock: Callable[[str], None] = lambda message: None,
         late: range = range(0),
     ):
-        """Start the thread, which watches the one that calls this.
+        """Start the thread, which watches the one that calls this, and uses a connection of its own to the store.
 
         Args:
-            store: the store of the rendezvous; the thread uses a connection of its own.
             world_size: the ranks of all roles.
             report: called in the thread, on rank 0, with an event, a message and the event's fields.
             role_of: returns the role of a rank, for messages; empty if it goes without saying.

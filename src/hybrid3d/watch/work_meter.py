@@ -29,12 +29,7 @@ PHASES = {"train": TRAIN, **dict.fromkeys(("generate", "eval", "score", "advance
 
 @dataclass
 class StepWork:
-    """What a rank has done in a step.
-
-    Attributes:
-        seconds: in which it worked, by phase.
-        passes, tokens: of generation.
-    """
+    """What a rank has done in a step: seconds of work by phase; passes and tokens of generation."""
 
     step: int
     seconds: dict[str, float] = field(default_factory=dict)
@@ -110,12 +105,7 @@ record = WorkRecord()
 
 @dataclass(frozen=True)
 class SlowRank:
-    """A rank that is slow, and by how much.
-
-    Attributes:
-        seconds: in which it worked, and `typical` the same of the median rank for the same work, a step.
-        ranks: how many were compared.
-    """
+    """A rank that is slow: its seconds of work a step, and the `typical` ones of the median of the `ranks` compared."""
 
     rank: int
     host: str

@@ -164,9 +164,7 @@ def make_scorers(
 ) -> Scorers:
     """Return the scorers that a recipe asks for: of the answers that are trained on, and of those to held-out problems.
 
-    Args:
-        workers: the ranks that only compute rewards, on the first rank, if there are any.
-        group: the ranks that ask, which all do; None where the first one asks alone.
+    All ranks of the group ask; without one the first rank asks alone, which has the workers, if there are any.
     """
     if recipe.roles.reward.ranks is None:
         by_function: Scorer = ReplicaScorer(replicas)

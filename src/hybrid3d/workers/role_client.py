@@ -181,11 +181,9 @@ class RoleClient:
         return [group for group in self._groups[: self._active] if group is not None and group.ready]
 
     def _wait_for(self, count: Callable[[], int], event: str, message: str) -> list[WorkerGroup]:
-        """Return the groups that are ready, after waiting for so many.
+        """Return the groups that are ready, after waiting for so many, which may change meanwhile.
 
-        Args:
-            count: how many, which may change meanwhile.
-            event: recorded with the message if there are none at first; none is if it is empty.
+        An event that is not empty is recorded with the message if they are fewer at first.
         """
         while len(ready := self._refresh()) < count():
             if event:
