@@ -34,6 +34,8 @@ from hybrid3d.reshard.plan.layout import Shape
 from hybrid3d.rl.data import MAX_ROWS_IN_MESSAGE, PromptData
 from hybrid3d.rl.data_files import DataError
 from hybrid3d.run.folder import RunFolder, checkpoint_folder, recorded_folder
+from hybrid3d.run.identity import FREE, check_last, check_origin, differing_keys, format_setting
+from hybrid3d.run.live_settings import MUTABLE_SETTINGS
 from hybrid3d.run.trackers import find_problems
 from hybrid3d.scoring.functions import check_references
 from hybrid3d.scoring.scorer import check_reward
@@ -154,8 +156,6 @@ def check_replay(recipe: Recipe, folder: RunFolder, start: int, step: int) -> No
     check_model(recipe)
     read_index(recipe.model.path)
     read_tokenizer(recipe)
-    from hybrid3d.run.identity import check_origin
-
     if start:
         check_sizes(checkpoint_folder(folder, start))
         check_origin(folder, checkpoint_folder(folder, start))
@@ -256,9 +256,6 @@ def check_folder(recipe: Recipe) -> None:
             with both values.
         ForeignCheckpoint: its last checkpoint is of another run or step, or of other settings or files.
     """
-    from hybrid3d.run.identity import FREE, check_last, differing_keys, format_setting
-    from hybrid3d.run.live_settings import MUTABLE_SETTINGS
-
     folder = RunFolder.for_recipe(recipe)
     folder.check()
     if not folder.recipe.exists():

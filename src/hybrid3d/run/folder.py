@@ -19,6 +19,7 @@ from hybrid3d.errors import UserMistake
 from hybrid3d.storage.disk import CheckpointWriteError, describe_write_error
 
 LOCK = ".lock"
+PEAK = "peak_memory_bytes"  # of a timeline's activity
 LOCK_TIMEOUT_SECONDS = 100  # longer than the lease of NFS, 90 s
 
 

@@ -314,7 +314,7 @@ class ExperienceMaker:
         return experience
 
     def measure_update(self, experience: Experience, recipe: Recipe) -> Experience:
-        """Return experience with the KL of an answer, when the update has filled in `old`, and with its metrics only."""
+        """Return experience with the KL of an answer, after the update has filled in `old`, and its metrics only."""
         experience = replace(experience, metrics=StepMetrics())
         _, mean_kl = self._answer_kl(experience, _kl_to_reference(experience, recipe))
         self._measure_mismatch(experience, recipe)

@@ -18,9 +18,7 @@ from hybrid3d.generation.evaluation import EvalResult
 from hybrid3d.generation.replicas import NoReplicas
 from hybrid3d.generation.rollouts import FailedRewards, PartialRollouts, Rollouts, make_rollouts
 from hybrid3d.generation.samples import RolloutBatch, held_samples
-from hybrid3d.run.logger import RunLogger
 from hybrid3d.run.metrics import StepMetrics
-from hybrid3d.scoring.code import sandbox
 from hybrid3d.sync import Sync, SyncReport, policy_sync
 from hybrid3d.sync.elastic import ElasticSync, Members
 from hybrid3d.train.trained_model import BucketHook
@@ -113,11 +111,10 @@ class RemoteGenerator:
         recipe: Recipe,
         group: dist.ProcessGroup,
         store: Store,
-        record: RunLogger,
         workers: WorkerServer | None,
     ):
         """`group` has the ranks that train; `workers` are those that do not, on the first rank."""
-        self._group, self._record, self._overlaps = group, record, inputs.overlaps
+        self._group, self._overlaps = group, inputs.overlaps
         self._engines = None if workers is None else workers.engines
         if workers is not None and self._engines is not None:
             scorers = make_scorers(recipe, self._engines, workers.reward_workers, None)
@@ -131,7 +128,6 @@ class RemoteGenerator:
 
         self._sync = ElasticSync(store, make_sync)
         self._begun: Members | None = None  # of a sync that has begun during an update
-        self._synced_before = False
 
     def sync(self, version: int, recipe: Recipe) -> SyncReport:
         """Sync to this version, or finish the overlapped sync to it; again without ranks that are lost meanwhile."""
@@ -146,7 +142,6 @@ class RemoteGenerator:
             if all_reduce_min(int(report is not None and found is not None), self._group):
                 assert report is not None
                 assert found is not None
-                self._record_start(recipe)
                 return replace(report, of_engines=found)
             self._sync.leave()
             if self._engines is not None:
@@ -164,14 +159,6 @@ class RemoteGenerator:
         if self._engines is not None:
             self._engines.begin_sync(members, version, verify)
         self._sync.begin(members, version, verify)
-
-    def _record_start(self, recipe: Recipe) -> None:
-        """Record, after the first sync, what the ranks that generate have said of themselves."""
-        generation_scores = recipe.reward.name == "code" and recipe.scoring_role == "generation"
-        if not self._synced_before and self._engines is not None and generation_scores:
-            confined_by = self._engines.confined_by or ""
-            self._record.event("sandbox", sandbox.warning(confined_by), confined_by=confined_by)
-        self._synced_before = True
 
     def _from_first(self, work: Callable[[Engines], T]) -> T:
         """Return what the first rank finds, or raise the error that it has and that all ranks are to raise."""

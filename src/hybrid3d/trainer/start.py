@@ -166,7 +166,7 @@ def _make_trainer(
     if recipe.is_split:
         from hybrid3d.trainer.remote_generator import RemoteGenerator
 
-        make = partial(RemoteGenerator, recipe=recipe, group=group, store=start.store, record=record, workers=workers)
+        make = partial(RemoteGenerator, recipe=recipe, group=group, store=start.store, workers=workers)
     else:
         from hybrid3d.trainer.local_generator import LocalGenerator
 

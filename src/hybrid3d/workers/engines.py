@@ -132,6 +132,8 @@ class Engines(RoleClient):
             for reply in replies:
                 intact &= reply.metrics is not None
                 metrics.add_rank(reply.metrics or StepMetrics())
+        if intact and not self._had_sync:
+            self._record_sandbox()
         self._had_sync |= intact
         return metrics if intact else None
 

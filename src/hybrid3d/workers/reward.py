@@ -19,7 +19,6 @@ from hybrid3d.inputs.models import read_config, read_tokenizer
 from hybrid3d.process import new_engine_name, set_shared_memory_prefix
 from hybrid3d.run.logger import RunLogger
 from hybrid3d.run.metrics import PhaseTimer
-from hybrid3d.scoring.code import sandbox
 from hybrid3d.scoring.pool_client import GRACE_SECONDS
 from hybrid3d.scoring.scorer import FunctionScorer, Given, Query, Scorer, Scorers, Scores, ask_all, by_prompt, together
 from hybrid3d.workers.channel import Connection
@@ -92,7 +91,6 @@ class RewardWorkers(RoleClient):
     def __init__(self, recipe: Recipe, store: Store, record: RunLogger):
         super().__init__(recipe, store, record, "reward")
         reward = recipe.reward
-        self._runs_code = reward.name == "code"
         # How many answers a rank can score in a call, however long each of them takes
         self._most = max(1, int(CALL_SECONDS // (reward.timeout_seconds + GRACE_SECONDS))) * reward.workers
         self._asked: list[WorkerGroup] = []  # in the last call
@@ -115,8 +113,8 @@ class RewardWorkers(RoleClient):
         """Return the groups that are ready, after waiting for one; the first time, for all of them."""
         count, event = (1, "no_reward_worker") if self._asked else (self._active, "")
         ready = self._wait_for(lambda: count, event, "no rank can compute rewards: waiting for one to come back")
-        if not self._asked and self._runs_code:
-            self._record.event("sandbox", sandbox.warning(self.confined_by or ""), confined_by=self.confined_by or "")
+        if not self._asked:
+            self._record_sandbox()
         for group in ready if self._asked else ():
             if group not in self._asked:
                 why = "; ".join(group.failures)

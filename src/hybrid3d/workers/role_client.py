@@ -17,6 +17,7 @@ from hybrid3d.distributed import clone_store
 from hybrid3d.launch_environment import CLOSE_SECONDS
 from hybrid3d.run.logger import RunLogger
 from hybrid3d.run.metrics import Peaks, Span
+from hybrid3d.scoring.code import sandbox
 from hybrid3d.watch.heartbeat import read_phase
 from hybrid3d.workers.channel import Connection, Disconnected, wait
 from hybrid3d.workers.messages import Call, End, Join, Joined, Leave, Leaving, Register, Reply, Stop, encode
@@ -86,6 +87,7 @@ class RoleClient:
     def __init__(self, recipe: Recipe, store: Store, record: RunLogger, role: str):
         self._role, self._ranks, self._size = role, recipe.role_ranks[role], recipe.worker_group_size(role)
         self._store, self._record = clone_store(store), record
+        self._runs_code = recipe.reward.name == "code" and recipe.scoring_role == role
         places = len(self._ranks) // self._size
         self._lock = threading.Lock()  # of all that follows, up to those that are lost
         self._active, self._ended = places, False
@@ -191,6 +193,12 @@ class RoleClient:
                 event = ""
             time.sleep(POLL_SECONDS)
         return ready
+
+    def _record_sandbox(self) -> None:
+        """Record what confines code that rewards run, if the ranks of this role run it."""
+        if self._runs_code:
+            confined_by = self.confined_by or ""
+            self._record.event("sandbox", sandbox.warning(confined_by), confined_by=confined_by)
 
     def _record_lost(self, group: WorkerGroup, moment: float, ready: int) -> None:
         """Record that a group has been lost; so many are left."""
