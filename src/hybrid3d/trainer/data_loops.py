@@ -35,7 +35,11 @@ Update: TypeAlias = tuple[StepReport, StepMetrics, int]
 
 
 class DataUpdates(Protocol):
-    """Updates the policy with a step's data, by the names of `RunLogger.data`. All ranks make all calls together."""
+    """Updates the policy with a step's data. All ranks call both methods together.
+
+    Attributes:
+        data: the files, by the names of `RunLogger.data`.
+    """
 
     @property
     def data(self) -> Mapping[str, PromptData]: ...
