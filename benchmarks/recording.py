@@ -68,7 +68,7 @@ def measure(model: str, dtype: str, out: Path) -> dict[str, float]:
     guard = Guard(record)
     guard._engines_compared = True  # the log-probabilities below are not vLLM's
     learner = Learner(recipe, models, guard, 0, group)
-    recorder = StepRecorder(models.trained, True, folder, group)
+    recorder = StepRecorder(models, folder, group)
     dice = random.Random(1)
 
     def tokens() -> tuple[int, ...]:

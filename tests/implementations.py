@@ -25,12 +25,11 @@ from hybrid3d.train.model_scorer import ModelScorer
 from hybrid3d.train.trained_model import PolicyModel, ScoringModel, TrainedModel
 from hybrid3d.trainer.local_generator import LocalGenerator
 from hybrid3d.trainer.remote_generator import RemoteGenerator
-from hybrid3d.trainer.scorers import OfFirstRank
 from hybrid3d.trainer.trainer import Generator
 from hybrid3d.workers.engines import Engines
 from hybrid3d.workers.generation import GenerationRank
 from hybrid3d.workers.loop import RoleRank
-from hybrid3d.workers.reward import RewardRank, WorkerScorer
+from hybrid3d.workers.reward import OfFirstRank, RewardRank, WorkerScorer
 
 SOURCES: tuple[type[WeightSource], ...] = (PlainSource, NoSource, Only, Merged, Compared, Quantized)
 SINKS: tuple[type[WeightSink], ...] = (PlainSink, NoSink, VllmSink, VllmAdapterSink)

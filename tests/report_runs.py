@@ -11,7 +11,7 @@ from hybrid3d.config import load_recipe
 from hybrid3d.generation.samples import Sample
 from hybrid3d.run.folder import RunFolder
 from hybrid3d.run.logger import Display, RunLogger
-from hybrid3d.run.timeline import Span
+from hybrid3d.run.metrics import Span
 from run_ranks import ROOT
 
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>&amp;\u2028\x1b[31m"
@@ -82,7 +82,7 @@ def write_run(path: Path, *settings: str, steps: int = 6, ended: bool = True, te
     record.event("bound_left", step=5, metric="train/grad_norm", value="0.05", bound=BOUND_FROM_3)
     record.event("reward_failed", step=1, examples={"KeyError": text})
     if ended:
-        record.timeline(steps - 1, {"train": [0], "generation": [1]}, SPANS)
+        record.timeline(steps - 1, {"train": [0], "generation": [1]}, SPANS, {})
         record.event("end", step=steps)
     else:
         folder.failure_path(1).write_text(json.dumps({"rank": 1, "reason": f"ValueError: {text}"}))

@@ -49,9 +49,9 @@ def one_case(recipe: Recipe) -> dict[str, Any]:
     updates = DpoUpdates(recipe, policy, reference) if is_dpo else SftUpdates(recipe, policy)
     rows = []
     for step in range(recipe.run.steps):
-        update = updates.update(step, recipe, math.isfinite)
+        report, metrics, _ = updates.update(step, recipe, math.isfinite)
         policy.end_step()
-        rows.append({"grad_norm": update.report.grad_norm, **update.metrics.reduce(dist.group.WORLD)})
+        rows.append({"grad_norm": report.grad_norm, **metrics.reduce(dist.group.WORLD)})
     held_out = updates.evaluate(recipe).reduce(dist.group.WORLD)
     for module in policy._modules:  # which autograd and Megatron's DDP keep alive
         module.__dict__.clear()

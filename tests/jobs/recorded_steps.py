@@ -30,10 +30,9 @@ from hybrid3d.run.health import Guard
 from hybrid3d.run.live_settings import LiveSettings
 from hybrid3d.run.logger import Display, RunLogger
 from hybrid3d.run.metrics import PhaseTimer, StepMetrics
-from hybrid3d.run.progress import Progress
 from hybrid3d.sync import SyncReport
 from hybrid3d.train.megatron import checkpoint, runtime
-from hybrid3d.trainer.checkpoints import Checkpoints
+from hybrid3d.trainer.checkpoints import Checkpoints, Progress
 from hybrid3d.trainer.models import Models
 from hybrid3d.trainer.rl import train_rl
 from hybrid3d.trainer.step_log import StepLog
@@ -108,7 +107,7 @@ def train_faulty(trainer: Trainer, recipe: Recipe, start: Path, out: Path, fault
     group, rank = dist.group.WORLD, dist.get_rank()
     models, folder = trainer.models, RunFolder(out)
     trainer.restore(Progress.from_json(checkpoint.load(models.trained, start, group)), recipe)
-    recorder = StepRecorder(models.trained, models.policy.is_reporting_rank, folder, group)
+    recorder = StepRecorder(models, folder, group)
     for step in range(fault["from"], fault["step"] + 1):
         generated, timer = RolloutBatch(samples_of(step, recipe)), PhaseTimer()
         if step == fault["step"] and fault["before"]:
@@ -136,7 +135,7 @@ def train_run(recipe: Recipe, folder: RunFolder, faults: list[dict[str, Any]]) -
     trainer = Trainer(recipe, group, MadeUpSamples, guard)
     models = trainer.models
     checkpoints = Checkpoints(models.trained, run_record, group)
-    recorder = StepRecorder(models.trained, models.policy.is_reporting_rank, folder, group)
+    recorder = StepRecorder(models, folder, group)
     train_rl(trainer, live, checkpoints, StepLog(trainer, run_record, recorder, guard, group))
     for fault in faults:
         start = checkpoint_folder(folder, fault["from"])

@@ -34,7 +34,7 @@ from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.sync import policy_sync
 from hybrid3d.train.megatron import runtime
 from hybrid3d.train.megatron.policy import Policy
-from hybrid3d.trainer.router_replay import expert_metrics, with_expert_choices
+from hybrid3d.trainer.step_experience import expert_metrics, with_expert_choices
 
 BIAS_RATE = 0.1
 TOKENS = 16  # of an answer, at most

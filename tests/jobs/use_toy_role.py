@@ -18,8 +18,7 @@ from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.launch import rendezvous
 from hybrid3d.ledger import RankStart, wait_for_all
 from hybrid3d.process import this_process
-from hybrid3d.workers.loop import run_worker
-from hybrid3d.workers.roles import ROLES, WorkerServer
+from hybrid3d.workers.loop import ROLES, WorkerServer, run_worker
 from toys.echo_role import ROLE, Echoes
 
 

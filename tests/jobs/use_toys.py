@@ -30,7 +30,7 @@ from hybrid3d.reshard.plan.layout import Demand, Holdings, Piece, View
 from hybrid3d.rl.objective import POLICY_LOSSES, LossSettings, PolicyObjective, TokenScores
 from hybrid3d.scoring.scorer import Scorers
 from hybrid3d.sync import SyncSettings, WeightSync
-from hybrid3d.trainer.scorers import OfFirstRank
+from hybrid3d.workers.reward import OfFirstRank
 from toys.doubling_sink import Doubling
 from toys.margin_loss import margin
 from toys.negated_source import Negated

@@ -24,6 +24,7 @@ from hybrid3d.launch import rank_host, run_secret
 from hybrid3d.launch.local_ranks import run_ranks
 from hybrid3d.launch.policies import STOPPED
 from hybrid3d.launch.rank import _report_seen
+from hybrid3d.launch.rendezvous import RendezvousError
 from hybrid3d.launch_environment import State
 from hybrid3d.ledger import share
 from hybrid3d.process import FAILURE, RESTART_COUNT
@@ -130,7 +131,7 @@ def test_secret_that_was_just_replaced_is_read_again(tmp_path: Path, monkeypatch
     assert taken == [b"new"]
     said[:] = [PermissionError(errno.EACCES, "Permission denied")]
     monkeypatch.setattr(run_secret, "CLOSE_SECONDS", -1.0)
-    with pytest.raises(run_secret.SecretError, match=r"secret cannot be read \(Permission denied\): do all nodes"):
+    with pytest.raises(RendezvousError, match=r"secret cannot be read \(Permission denied\): do all nodes"):
         run_secret.adopt_secret(load_recipe(DEMO), RunFolder(tmp_path), store, 1)
 
 

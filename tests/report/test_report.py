@@ -27,8 +27,7 @@ from hybrid3d.report.run_data import FINISHED, GOING_ON, STOPPED, read_run
 from hybrid3d.report.samples import select_samples
 from hybrid3d.report.tables import attribute, plan_table
 from hybrid3d.report.timeline import NOBODY, cause_text, read_timeline
-from hybrid3d.run.folder import RunFolder
-from hybrid3d.run.timeline import PEAK
+from hybrid3d.run.folder import PEAK, RunFolder
 from report_runs import BOUND, BOUND_FROM_3, HOSTILE, row_of, write_run
 from run_ranks import ROOT, environment
 

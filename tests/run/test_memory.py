@@ -15,11 +15,10 @@ import pytest
 
 from hybrid3d.report.memory import MEASURED_ON, memory_columns, memory_table, rank_memory_table
 from hybrid3d.report.run_data import read_run
-from hybrid3d.run import memory
+from hybrid3d.run import metrics
 from hybrid3d.run.folder import RunFolder
 from hybrid3d.run.logger import Display, RunLogger
-from hybrid3d.run.memory import MemoryMeter
-from hybrid3d.run.metrics import PhaseTimer
+from hybrid3d.run.metrics import MemoryMeter, PhaseTimer
 from report_runs import SPANS, write_run
 from run_ranks import environment
 
@@ -67,7 +66,7 @@ def test_memory_meter_does_not_count_after_its_stop() -> None:
 
 
 def test_kernel_that_resets_no_peak(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(memory, "CLEAR_REFS", tmp_path / "nowhere" / "clear_refs")
+    monkeypatch.setattr(metrics, "CLEAR_REFS", tmp_path / "nowhere" / "clear_refs")
     use(400 * MB)
     meter = MemoryMeter()
     meter.start()
@@ -97,8 +96,8 @@ def test_memory_freed_in_vllms_sleep_is_not_used(monkeypatch: pytest.MonkeyPatch
     fake = SimpleNamespace(
         is_initialized=lambda: True, max_memory_allocated=lambda: gpu.peak, reset_peak_memory_stats=gpu.reset
     )
-    monkeypatch.setattr(memory, "measured_device", lambda: "cuda")
-    monkeypatch.setattr(memory, "torch", SimpleNamespace(cuda=fake))
+    monkeypatch.setattr(metrics, "measured_device", lambda: "cuda")
+    monkeypatch.setattr(metrics, "torch", SimpleNamespace(cuda=fake))
     meter = MemoryMeter()
     meter.asleep = lambda: sum(asleep.values())
     gpu.allocate(150)

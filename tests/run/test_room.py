@@ -14,7 +14,7 @@ import pytest
 
 from commands import ROOT
 from hybrid3d.config import load_recipe
-from hybrid3d.run.folder import RunFolder
+from hybrid3d.run.folder import RunFolder, append_rows
 from hybrid3d.storage.disk import LOW_SPACE_BYTES, CheckpointWriteError, describe_write_error, free_bytes, is_file_error
 
 UNSHARE = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--mount"]
@@ -113,7 +113,7 @@ def test_records_on_a_full_disk(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.metrics.symlink_to(FULL)
     with pytest.raises(CheckpointWriteError, match=f"no room for {folder.metrics}: [0-9]+ bytes are free"):
-        folder.add_metrics({"step": 0})
+        append_rows(folder.metrics, [{"step": 0}])
 
 
 def test_half_a_line_of_an_event_is_dropped(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import pytest
 from PIL import Image
 
 from hybrid3d.run.folder import RunFolder
-from hybrid3d.run.timeline import MAX_ROWS, Span, draw_timeline, write_timeline
+from hybrid3d.run.logger import MAX_ROWS, draw_timeline, write_timeline
+from hybrid3d.run.metrics import Span
 
 
 @pytest.mark.parametrize("ranks", [2, 3 * MAX_ROWS + 1])

@@ -11,9 +11,9 @@ from hybrid3d.config import Recipe
 from hybrid3d.run.logger import RunLogger
 from hybrid3d.scoring.scorer import Query, Scores
 from hybrid3d.workers.channel import Connection
+from hybrid3d.workers.loop import Role
 from hybrid3d.workers.messages import Call, Reply, Score, WithTexts
 from hybrid3d.workers.role_client import RoleClient, WorkerGroup
-from hybrid3d.workers.roles import Role
 
 ROLE = Role("toys.echo_role:Echoes", "toys.echo_role:EchoRank", "nothing helps")
 

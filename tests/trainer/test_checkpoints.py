@@ -12,12 +12,11 @@ import torch.distributed as dist
 from hybrid3d.config import Run, load_recipe
 from hybrid3d.run.folder import RunFolder, checkpoint_folder
 from hybrid3d.run.logger import Display, RunLogger
-from hybrid3d.run.progress import Progress
 from hybrid3d.storage.disk import CheckpointWriteError
 from hybrid3d.storage.manifest import UnusableCheckpoint
 from hybrid3d.train.megatron import checkpoint
 from hybrid3d.trainer import checkpoints as trainer_checkpoints
-from hybrid3d.trainer.checkpoints import Checkpoints
+from hybrid3d.trainer.checkpoints import Checkpoints, Progress
 from hybrid3d.trainer.start import training_ranks_here
 from run_ranks import ROOT
 

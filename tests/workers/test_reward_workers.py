@@ -17,9 +17,9 @@ from fake_ranks import FakeRank, make_store
 from hybrid3d.config import load_recipe
 from hybrid3d.scoring.scorer import Given, Query, Scores
 from hybrid3d.workers import role_client
+from hybrid3d.workers.loop import WorkerServer
 from hybrid3d.workers.messages import Call, Register, Reply, Score
 from hybrid3d.workers.reward import RewardWorkers, WorkerScorer
-from hybrid3d.workers.roles import WorkerServer
 
 pytestmark = pytest.mark.engines
 

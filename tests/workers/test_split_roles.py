@@ -40,6 +40,7 @@ from hybrid3d.trainer.remote_generator import GenerationAhead
 from hybrid3d.workers import loop, role_client
 from hybrid3d.workers.channel import Connection, Disconnected, Server, connect
 from hybrid3d.workers.engines import Engines
+from hybrid3d.workers.loop import WorkerServer
 from hybrid3d.workers.messages import (
     Advance,
     Call,
@@ -55,7 +56,6 @@ from hybrid3d.workers.messages import (
     decode,
     encode,
 )
-from hybrid3d.workers.roles import WorkerServer
 
 pytestmark = pytest.mark.engines
 

@@ -34,19 +34,26 @@ def launch(
     max_restarts: int = 0,
     restarts: Mapping[int, int] | None = None,
 ) -> int:
-    """Run `hybrid3d ARGUMENTS` as `world_size` ranks on this machine.
-
-    If a rank runs out of memory and has saved settings that need less, all ranks are started again.
-
-    Args:
-        max_restarts: as for `supervise`.
-        restarts: as for `run_ranks`.
+    """Run `hybrid3d ARGUMENTS` as so many ranks on this machine, with restarts as for `supervise` and `run_ranks`.
 
     Returns:
         The exit code: 0, or 1 if a rank failed.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
-    return supervise(lambda: _run_once(arguments, world_size, folder, restarts or {}), folder, console, max_restarts)
+
+    def run_once() -> Mapping[int, int]:
+        os.environ[RUN] = run_id = new_run_id(folder)
+        with shared_memory_cleanup(run_id), kill_descendants_on_exit():  # ranks that are killed do not clean up
+            return run_ranks([sys.executable, "-m", "hybrid3d", *arguments], world_size, restarts)
+
+    return supervise(run_once, folder, console, max_restarts)
+
+
+def new_run_id(folder: RunFolder) -> str:
+    """Return the id of one start of all ranks, after removing what failed ranks of the start before have left."""
+    for old in folder.logs.glob("rank-*.failure"):
+        old.unlink()
+    return f"hybrid3d-{uuid.uuid4().hex[:12]}"
 
 
 def supervise(run_once: Callable[[], Mapping[int, int]], folder: RunFolder, console: Console, max_restarts: int) -> int:
@@ -78,23 +85,8 @@ def supervise(run_once: Callable[[], Mapping[int, int]], folder: RunFolder, cons
             print_error(console, text, style)
 
 
-def _run_once(
-    arguments: list[str], world_size: int, folder: RunFolder, restarts: Mapping[int, int]
-) -> Mapping[int, int]:
-    """Run all ranks once and return the exit code of each that failed, negative for a signal."""
-    run_id = f"hybrid3d-{uuid.uuid4().hex[:12]}"
-    os.environ[RUN] = run_id
-    for old in folder.logs.glob("rank-*.failure"):
-        old.unlink()
-    with shared_memory_cleanup(run_id), kill_descendants_on_exit():  # ranks that are killed do not clean up
-        return run_ranks([sys.executable, "-m", "hybrid3d", *arguments], world_size, restarts)
-
-
 def check_devices(recipe: Recipe, generates: bool = True) -> None:
     """Check that this machine can run all ranks: with GPUs, one per engine; without, enough memory and cores.
-
-    Args:
-        generates: whether vLLM is started, which needs memory for its KV cache.
 
     Raises:
         RecipeError: this machine has fewer GPUs, memory or cores than the recipe's ranks need.
@@ -131,11 +123,7 @@ def _check_shared_memory(recipe: Recipe) -> None:
 
 
 def rank_bytes(recipe: Recipe, generates: bool = True) -> float:
-    """Return the least memory in bytes that a rank of this recipe needs on a machine without GPUs.
-
-    Args:
-        generates: whether vLLM is started, which needs memory for its KV cache.
-    """
+    """Return the least memory in bytes that a rank needs without GPUs, with vLLM's KV cache if it generates."""
     cache = recipe.rollout.kv_cache_gib * 2**30 if recipe.rollout is not None and generates else 0
     return RANK_PROCESS_BYTES + cache
 

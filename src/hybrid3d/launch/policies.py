@@ -46,12 +46,7 @@ class Over:
 
 @dataclass(frozen=True)
 class Again:
-    """The rank is started again.
-
-    Attributes:
-        why: the process before has ended; empty if it was asked to.
-        pause: seconds before.
-    """
+    """The rank is started again, after `pause` seconds; `why` the process before has ended is empty if asked to."""
 
     why: str = ""
     pause: float = 0.0
@@ -69,11 +64,9 @@ class ServingPolicy:
         self._was_ready = False
 
     def after(self, exit: Exit, record: Ended | None, run_has_ended: bool) -> Over | Again:
-        """Return what follows.
+        """Return what follows; `record` is what the process has left.
 
-        Args:
-            record: what the process has left.
-            run_has_ended: of which a process that is stopped does not hear.
+        A process that is stopped does not hear that the run has ended.
         """
         self._exits += 1
         if exit.code < 0 and run_has_ended:
@@ -88,7 +81,9 @@ class ServingPolicy:
             return Over(1)
         if record is None and exit.code in (1, 2) and not connected:  # the ranks have not met, or the store is gone
             return Over(exit.code if self._exits == 1 else 0)  # because the run has ended
-        end = record or self._end_by_code(exit.code)
+        end = record or Ended.by_code(self._rank, exit.code)
+        if record is None and exit.code == DISCONNECTED:
+            end = Ended(self._rank, "its connection to rank 0 ended", peer=True)
         self._was_ready |= ready
         if not (self._was_ready or exit.code < 0 or end.peer):
             return Over(1, Ended(self._rank, end.reason))
@@ -100,11 +95,6 @@ class ServingPolicy:
             return Over(1, Ended(self._rank, end.reason + (often if self._restarts else ""), peer=end.peer))
         self._restarts += 1
         return Again(end.reason, min(END_SECONDS, 2.0 ** min(self._pauses, 9) - 1))
-
-    def _end_by_code(self, code: int) -> Ended:
-        if code == DISCONNECTED:
-            return Ended(self._rank, "its connection to rank 0 ended", peer=True)
-        return Ended.by_code(self._rank, code)
 
 
 @dataclass(frozen=True)
@@ -128,10 +118,8 @@ def decide_training(
     """Return what follows from the failure of a start of the ranks that train.
 
     Args:
-        cause: of the failures.
         codes: the exit codes of their processes.
         ranks: those that train. If one of them has not ended, as its node is lost, none is started again.
-        restarts: how often they were started again.
         run_has_ended: those that do not train have been told so.
     """
     out_of_memory = cause.kind == "out_of_memory"  # its next start has settings that need less

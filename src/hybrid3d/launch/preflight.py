@@ -34,6 +34,8 @@ from hybrid3d.reshard.plan.layout import Shape
 from hybrid3d.rl.data import MAX_ROWS_IN_MESSAGE, PromptData
 from hybrid3d.rl.data_files import DataError
 from hybrid3d.run.folder import RunFolder, checkpoint_folder, recorded_folder
+from hybrid3d.run.identity import FREE, check_last, check_origin, differing_keys, format_setting
+from hybrid3d.run.live_settings import MUTABLE_SETTINGS
 from hybrid3d.run.trackers import find_problems
 from hybrid3d.scoring.functions import check_references
 from hybrid3d.scoring.scorer import check_reward
@@ -44,11 +46,7 @@ TIED_CHUNK = 1 << 24  # elements compared at a time
 
 
 def check_ray(recipe: Recipe) -> None:
-    """Check that Ray is installed.
-
-    Raises:
-        RecipeError: it is not.
-    """
+    """Check that Ray is installed; raise `RecipeError` if it is not."""
     if importlib.util.find_spec("ray") is None:
         raise RecipeError(recipe.name, ["--ray needs the package ray: pip install 'hybrid3d[ray]'"])
 
@@ -103,22 +101,14 @@ def _mistake_of(check: Callable[..., object], *arguments: object) -> Iterator[Us
 
 
 def check_trackers(recipe: Recipe) -> None:
-    """Check that the recipe's trackers have what they need.
-
-    Raises:
-        RecipeError: one has not.
-    """
+    """Check that the recipe's trackers have what they need; raise `RecipeError` if one has not."""
     problems = find_problems(recipe.tracking)
     if problems:
         raise RecipeError(recipe.name, [f"tracking: {problem}" for problem in problems])
 
 
 def check_prompts(recipe: Recipe, config: Config) -> None:
-    """Check what generating and scoring answers needs: tokenizer, data, reward and environment.
-
-    Raises:
-        CheckpointError, DataError, RecipeError: as in `check_run`.
-    """
+    """Check what making and scoring answers needs: tokenizer, data, reward and environment; raises as `check_run`."""
     tokenizer = read_tokenizer(recipe)
     if recipe.data.chat_template:
         check_chat_template(recipe, tokenizer)
@@ -166,8 +156,6 @@ def check_replay(recipe: Recipe, folder: RunFolder, start: int, step: int) -> No
     check_model(recipe)
     read_index(recipe.model.path)
     read_tokenizer(recipe)
-    from hybrid3d.run.identity import check_origin
-
     if start:
         check_sizes(checkpoint_folder(folder, start))
         check_origin(folder, checkpoint_folder(folder, start))
@@ -200,11 +188,7 @@ def check_data_references(recipe: Recipe, train: PromptData, held_out: Mapping[s
 def check_reference(policy: Config, recipe: Recipe) -> None:
     """Check the checkpoint of a reference policy: it must fit the train layout and read the policy's tokens.
 
-    Args:
-        policy: the policy's `config.json`.
-
-    Raises:
-        CheckpointError, UnsupportedModel, RecipeError: as in `check_run`.
+    Arguments and errors are as for `check_scorer`.
     """
     path = recipe.algorithm.kl.reference
     assert path is not None, "called where the recipe has one"
@@ -218,11 +202,9 @@ def check_reference(policy: Config, recipe: Recipe) -> None:
 
 def _check_reads_tokens(path: str, key: str, config: Config, policy: Config, recipe: Recipe) -> None:
     """Check that a model beside the policy fits the train layout, and reads sequences of the policy's tokens."""
-    family = family_of(config)
-    check_against_transformers(Path(path) / "config.json", config, family)
-    shape = ModelShape.of(config)
+    check_against_transformers(Path(path) / "config.json", config, family_of(config))
     train = replace(recipe.train, router_replay="none")  # which is the policy's alone
-    check_layout(replace(recipe, rollout=None, train=train), shape, device=None)
+    check_layout(replace(recipe, rollout=None, train=train), ModelShape.of(config), device=None)
     if config["vocab_size"] != policy["vocab_size"]:
         problem = f"{key}: {path} has a vocabulary of {config['vocab_size']} tokens, the policy {policy['vocab_size']}"
         raise RecipeError(recipe.name, [f"{problem}: it must have been trained with the policy's tokenizer"])
@@ -236,7 +218,6 @@ def check_scorer(path: str, key: str, policy: Config, recipe: Recipe) -> None:
     """Check the checkpoint of a reward model or critic: it must fit its layout and read the policy's tokens.
 
     Args:
-        path: folder of the checkpoint.
         key: the setting with that path, for messages.
         policy: the policy's `config.json`.
 
@@ -264,9 +245,7 @@ def check_scorer(path: str, key: str, policy: Config, recipe: Recipe) -> None:
         raise CheckpointError(f"{path}: {VALUE_HEAD} has shape {list(head.shape)}, expected {expected} for one label")
     layers = {name: shape for name, shape in expected_shapes(config).items() if name != "lm_head.weight"}
     heads = (VALUE_HEAD, "lm_head.weight")
-    problems = list(_differences(layers, {n: entry for n, entry in entries.items() if n not in heads}, config))
-    if problems:
-        raise CheckpointError("\n".join([f"{path} does not fit its config.json:", *problems]))
+    _check_tensors(path, layers, {n: entry for n, entry in entries.items() if n not in heads}, config)
 
 
 def check_folder(recipe: Recipe) -> None:
@@ -277,9 +256,6 @@ def check_folder(recipe: Recipe) -> None:
             with both values.
         ForeignCheckpoint: its last checkpoint is of another run or step, or of other settings or files.
     """
-    from hybrid3d.run.identity import FREE, check_last, differing_keys, format_setting
-    from hybrid3d.run.live_settings import MUTABLE_SETTINGS
-
     folder = RunFolder.for_recipe(recipe)
     folder.check()
     if not folder.recipe.exists():
@@ -323,7 +299,7 @@ def check_fit(recipe: Recipe) -> None:
 
 
 def check_weights(config: Config, path: str, with_mtp: bool = False) -> None:
-    """Compare the checkpoint's headers with the tensors that Megatron's model of this config declares.
+    """Check that the checkpoint's headers have the tensors that Megatron's model of this config declares.
 
     Raises:
         CheckpointError: tensors are missing, unknown or of another shape.
@@ -331,14 +307,14 @@ def check_weights(config: Config, path: str, with_mtp: bool = False) -> None:
     from hybrid3d.train.megatron.probe import expected_shapes
 
     entries = read_index(path)
-    problems = list(_differences(expected_shapes(config, with_mtp), entries, config))
-    if problems:
-        raise CheckpointError("\n".join([f"{path} does not fit its config.json:", *problems]))
+    _check_tensors(path, expected_shapes(config, with_mtp), entries, config)
     check_tied_copy(path, config, entries)
 
 
-def _differences(expected: Mapping[str, Shape], entries: Mapping[str, TensorEntry], config: Config) -> Iterator[str]:
-    """Yield a line for each of the first 20 tensors that are missing, of another shape, and unknown."""
+def _check_tensors(
+    path: str, expected: Mapping[str, Shape], entries: Mapping[str, TensorEntry], config: Config
+) -> None:
+    """Raise `CheckpointError` with the first 20 tensors that are missing, of another shape, and unknown."""
     missing = [
         f"{name}: missing, expected shape {list(shape)}" for name, shape in expected.items() if name not in entries
     ]
@@ -353,17 +329,19 @@ def _differences(expected: Mapping[str, Shape], entries: Mapping[str, TensorEntr
         for name in sorted(extra)
         if not is_redundant(name, config) and not family_of(config).is_mtp(name, config)
     ]
+    problems: list[str] = []
     for lines, kind in ((missing, "missing"), (mismatched, "of another shape"), (unknown, "unknown")):
-        yield from (f"  {line}" for line in lines[:20])
+        problems += [f"  {line}" for line in lines[:20]]
         if len(lines) > 20:
-            yield f"  ... {len(lines)} tensors are {kind}"
+            problems.append(f"  ... {len(lines)} tensors are {kind}")
+    if problems:
+        raise CheckpointError("\n".join([f"{path} does not fit its config.json:", *problems]))
 
 
 def check_tied_copy(folder: str, config: Config, entries: Mapping[str, TensorEntry]) -> None:
     """Check that a head that config.json ties to the embedding, if the files contain it too, equals the embedding.
 
-    Raises:
-        CheckpointError: it differs; transformers would use it, and both engines would not.
+    If it differs, `CheckpointError` is raised: transformers would use it, and both engines would not.
     """
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     if head not in entries or not is_redundant(head, config):

@@ -83,10 +83,13 @@ def run_process(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, r
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # writes Python stacks to the log, whatever the rank is in
     try:
         late = recipe.late_ranks if restarts else range(0)  # in other commands all ranks build a group
-        store = _meet(recipe, folder, child.restart_count > 0, late)
+        again = child.restart_count > 0
+        if rank == 0 and not again:
+            write_secret(folder)
+        store = rendezvous.meet(rendezvous.describe_rank(recipe), again=again, late=late)
     except rendezvous.RendezvousError as error:
         logger.error("%s", error)
-        if not error.reported_by_rank_0 and launch_environment.local_rank() == 0 and not child.restart_count:
+        if not error.reported_by_rank_0 and launch_environment.local_rank() == 0 and not again:
             print_error(stderr, f"{recipe.name}: {error}")
         return error.code
     set_shared_memory_prefix(launch_environment.run_id())
@@ -124,22 +127,10 @@ def run_process(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, r
             os._exit(1)  # communication threads may be waiting for ranks that have exited
 
 
-def _meet(recipe: Recipe, folder: RunFolder, again: bool, late: range) -> Store:
-    """Write the run's secret on rank 0, and meet the other ranks."""
-    if launch_environment.rank() == 0 and not again:
-        write_secret(folder)
-    return rendezvous.meet(rendezvous.describe_rank(recipe), again=again, late=late)
-
-
 def _start_heartbeat(
     recipe: Recipe, folder: RunFolder, store: Store, on_lost: Callable[[int, str], None], restarts: bool
 ) -> Heartbeat:
-    """Start the heartbeat of this rank.
-
-    Args:
-        on_lost: what is done about a lost rank of those that all end together.
-        restarts: as for `run_process`.
-    """
+    """Start the heartbeat of this rank; `on_lost` is called for a lost rank of those that all end together."""
     rank, trains, watched = launch_environment.rank(), launch_environment.world_size(), None
     if restarts:
         trains = len(recipe.role_ranks["train"])
@@ -233,22 +224,17 @@ def _redirect(log: Path, keep_console: bool) -> Console | None:
 
 
 def _end_by(rank: int, error: BaseException) -> Ended:
-    """Return the record of a rank that an error ends."""
     kind: Literal["error", "out_of_memory"] = "out_of_memory" if isinstance(error, OutOfMemoryRestart) else "error"
     if getattr(error, "raised_on_all_ranks", False):
         return Ended(rank, str(error), on_all_ranks=True, kind=kind)
-    return Ended(rank, _one_line(error), peer=_is_lost_peer(error), kind=kind)
+    reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return Ended(rank, reason, peer=_is_lost_peer(error), kind=kind)
 
 
 def _is_lost_peer(error: BaseException) -> bool:
     """Return whether an error only says that another rank is lost, so that it is not the cause of the failure."""
-    if find_out_of_memory(error) is not None:
-        return False  # torch quotes NCCL's reason in the error about a communicator that it has aborted for it
-    return distributed.is_lost_peer(error)
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    # torch quotes NCCL's reason in the error about a communicator that it has aborted for it
+    return find_out_of_memory(error) is None and distributed.is_lost_peer(error)
 
 
 def run_rank(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, restarts: bool = False) -> int:

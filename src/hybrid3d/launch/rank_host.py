@@ -25,7 +25,6 @@ from contextlib import suppress
 
 import torch.distributed as dist
 from msgspec.structs import replace
-from torch.distributed.distributed_c10d import Store
 
 from hybrid3d import ledger
 from hybrid3d.config import Recipe
@@ -75,18 +74,11 @@ class RankHost:
     """What runs a rank in child processes of this one, which has become their parent."""
 
     def __init__(self, tells: bool):
-        """
-        Args:
-            tells: whether the children tell that they are alive.
-        """
+        """`tells` says whether the children tell that they are alive."""
         self._tells, self._starts = tells, 0
 
     def start(self, failure: str = "") -> None:
-        """Start this process's command as the child that runs the rank.
-
-        Args:
-            failure: why the one before has ended.
-        """
+        """Start this process's command as the child that runs the rank; `failure` says why the one before has ended."""
         told = {RESTART_COUNT: str(self._starts), CHECKED: "1"}  # the checks are done
         if self._tells:
             told[FAILURE] = failure.replace("\0", "")[:MAX_FAILURE_TEXT].encode(errors="backslashreplace").decode()
@@ -100,8 +92,7 @@ class RankHost:
         It is killed if it does not tell for too long that it is alive, and soon if nothing more is expected of it.
 
         Args:
-            is_over: whether that is so, by the states that it has told.
-            poll_seconds: how often this is asked.
+            is_over: whether that is so, by the states that it has told; asked every `poll_seconds`.
         """
         silent, over, killed = 0.0, False, False
         before = time.monotonic()
@@ -126,7 +117,6 @@ class RankHost:
 
     @property
     def _patience(self) -> float:
-        """For how many seconds the child may be silent."""
         if not self._tells:
             return math.inf
         return heartbeat_seconds() if self._ready_at < math.inf else max(heartbeat_seconds(), START_SECONDS)
@@ -154,11 +144,7 @@ def _start(variables: dict[str, str], stdout: int | None) -> subprocess.Popen[by
 
 
 class RunEnd:
-    """Whether the run has ended, as a thread finds out once it is asked to.
-
-    Attributes:
-        has_come: it has ended.
-    """
+    """Whether the run has ended (`has_come`), as a thread finds out once it is asked to."""
 
     def __init__(self) -> None:
         self._thread = threading.Thread(target=self._watch, name="end of the run", daemon=True)
@@ -191,8 +177,7 @@ class RunEnd:
 def run_serving_rank(recipe: Recipe, folder: RunFolder, launched: bool) -> int:
     """Run this rank's command as a child process, again each time it is lost, until it ends; return the exit code.
 
-    Args:
-        launched: whether hybrid3d's own launcher reports the failure that ends the run.
+    If it was `launched`, hybrid3d's own launcher reports the failure that ends the run.
     """
     become_parent()
     role, host, run_end = recipe.role_of(rank()), RankHost(tells=True), RunEnd()
@@ -223,18 +208,15 @@ def run_serving_rank(recipe: Recipe, folder: RunFolder, launched: bool) -> int:
 def run_training_rank(recipe: Recipe, folder: RunFolder, launched: bool) -> int:
     """Run this rank's command as a child process, again each time that a rank that trains is lost, until it ends.
 
-    Args:
-        launched: whether hybrid3d's own launcher reports the failure that ends the run.
-
-    Returns:
-        The exit code.
+    Arguments and result are as for `run_serving_rank`.
     """
     become_parent()
     host, stderr = RankHost(tells=False), terminal.duplicate_console(2)
     if rank() > 0:
         host.start()
     try:
-        store = _connect()
+        with rendezvous.silenced_stderr():
+            store = rendezvous.connect("ranks")  # this process has it if it is that of rank 0 and no agent has it
     except rendezvous.RendezvousError as error:
         if rank() > 0:
             return host.wait(lambda states: False).code  # it has tried the same, and reports it
@@ -278,12 +260,6 @@ def run_training_rank(recipe: Recipe, folder: RunFolder, launched: bool) -> int:
         host.start()
     remove_shared_memory(run_id())
     return max(code, 1)
-
-
-def _connect() -> Store:
-    """Return the store of the run, which this process has if it is that of rank 0 and no agent has it."""
-    with rendezvous.silenced_stderr():
-        return rendezvous.connect("ranks")
 
 
 def _wait(host: RankHost, starts: TrainingAttempts, start: int) -> int:

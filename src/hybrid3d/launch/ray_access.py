@@ -27,11 +27,7 @@ MAX_FOLDER_BYTES = 42  # of a path that leaves room for the names of Ray's socke
 def ray_access(address: str, folder: RunFolder) -> Iterator[Path | None]:
     """Set Ray's variables for a command; on exit, remove what a local cluster has written.
 
-    Args:
-        address: of the cluster, as for `launch_on_ray`.
-
-    Yields:
-        The folder of a local cluster; None for another one.
+    The address is as for `launch_on_ray`. Yields the folder of a local cluster; None for another one.
     """
     variables = {STATISTICS: os.environ.get(STATISTICS, "0")}
     if address != "local":

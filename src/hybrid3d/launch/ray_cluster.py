@@ -15,7 +15,6 @@ import signal
 import socket
 import subprocess
 import sys
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -33,7 +32,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rich.console import Console
 
 from hybrid3d.config import Recipe, RecipeError
-from hybrid3d.launch.launcher import supervise
+from hybrid3d.launch.launcher import new_run_id, supervise
 from hybrid3d.launch.ray_access import MODE, TOKEN, TOKEN_PATH, find_token
 from hybrid3d.launch_environment import CHECKED, CLOSE_SECONDS, CONNECT_SECONDS, EXIT_SECONDS, RUN
 from hybrid3d.process import remove_shared_memory
@@ -209,8 +208,6 @@ def _run_once(
 ) -> dict[int, int]:
     """Run all ranks once and return the exit code of each that failed, negative for a signal."""
     folder.logs.mkdir(parents=True, exist_ok=True)
-    for old in folder.logs.glob("rank-*.failure"):
-        old.unlink()
     (folder.logs / CONSOLE).write_bytes(b"")
     ranks = _Ranks(arguments, recipe.world_size, folder, console)
     try:
@@ -231,7 +228,7 @@ class _Ranks:
 
     def __init__(self, arguments: Sequence[str], world_size: int, folder: RunFolder, console: Console):
         self._arguments, self._world_size, self._folder, self._console = arguments, world_size, folder, console
-        self._run_id = f"hybrid3d-{uuid.uuid4().hex[:12]}"
+        self._run_id = new_run_id(folder)
         self._meeting: dict[str, str] = {}  # where the ranks meet
         self._actors: dict[Place, list[Any]] = {}
         self._calls: dict[Place, list[Any]] = {}  # for the locations of actors that are starting
@@ -239,11 +236,7 @@ class _Ranks:
         self._late: list[Place] = []
 
     def start(self, places: Sequence[Place]) -> None:
-        """Start the ranks of places that others wait for, the first rank among them.
-
-        Raises:
-            RayError: a node does not answer.
-        """
+        """Start the ranks of places that others wait for, with the first rank; `RayError` if a node does not answer."""
         for place in places:
             self._start_actors(place)
         ray.get(list(itertools.chain(*self._calls.values())), timeout=CLOSE_SECONDS)

@@ -98,7 +98,8 @@ def meet(record: RankInfo, members: str = "ranks", again: bool = False, late: ra
         elif not code:
             problems = _problems({0: json.loads(store.get("record/0")), rank: record}, members)
     except dist.DistError as error:
-        message = f"{member} 0 at {address()} exited before all {members} had arrived: see its output ({_short(error)})"
+        why = str(error).splitlines()[0][:200]
+        message = f"{member} 0 at {address()} exited before all {members} had arrived: see its output ({why})"
         raise RendezvousError(message, 1) from error
     if code:
         raise RendezvousError(message, code, reported_by_rank_0=True)
@@ -153,7 +154,7 @@ def address() -> str:
     return f"{host}:{port}"
 
 
-def find_differences(records: Mapping[int, RankInfo], members: str = "ranks") -> list[str]:
+def find_differences(records: Mapping[int, RankInfo], members: str) -> list[str]:
     """Return a line for each key whose value is not equal in all ranks' records: its values, and which have them."""
     lines = []
     for key in dict.fromkeys(key for record in records.values() for key in record):
@@ -188,10 +189,7 @@ def have_met(store: Store) -> bool:
 def connect(members: str) -> Store:
     """Connect to the store, which rank 0 starts unless torchrun, or the parent of its process, has.
 
-    PyTorch prints connection errors to stderr.
-
-    Raises:
-        RendezvousError: there is no answer.
+    PyTorch prints connection errors to stderr; `RendezvousError` is raised if there is no answer.
     """
     member, rank = members.removesuffix("s"), launch_environment.rank()
     try:
@@ -222,11 +220,7 @@ def connect(members: str) -> Store:
 
 
 def _host_store(host: str, port: int) -> TCPStore:
-    """Return a store of this process that listens at the host's address, or where that is translated to.
-
-    Raises:
-        OSError: nothing can listen there.
-    """
+    """Return a store of this process that listens at the host's address, or where that is translated to."""
     try:
         return distributed.host_store(host, port, rendezvous_seconds())
     except OSError as error:
@@ -275,11 +269,8 @@ def _problems(records: Mapping[int, RankInfo], members: str) -> list[str]:
     if mistakes:
         return [f"{_format_members(numbers, members)}: {mistake}" for mistake, numbers in mistakes.items()]
     lines = find_differences(records, members)
-    if lines:
-        lines[:0] = [
-            f"{members} differ: start all with the same recipe, the same key=value settings and the same packages"
-        ]
-    return lines
+    fix = "start all with the same recipe, the same key=value settings and the same packages"
+    return [f"{members} differ: {fix}", *lines] if lines else []
 
 
 @contextmanager
@@ -295,31 +286,23 @@ def silenced_stderr() -> Iterator[int]:
         os.close(stderr)
 
 
-def _short(error: BaseException) -> str:
-    return str(error).splitlines()[0][:200]
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run the rendezvous of a torchrun's nodes before it starts, and return the exit code."""
     with silenced_stderr() as stderr:
-        return _meet_as_node(arguments, stderr)
-
-
-def _meet_as_node(arguments: Sequence[str], stderr: int) -> int:
-    try:
-        launch_environment.validate()
-        store = meet(describe_rank(load_recipe(arguments[0], arguments[1:])), members="nodes")
-    except UserMistake as error:
-        os.write(stderr, f"{escape_control_characters(str(error))}\n".encode())
-        return 2
-    except RendezvousError as error:
-        if not error.reported_by_rank_0:
-            os.write(stderr, f"{error}\n".encode())
-        return error.code
-    if launch_environment.rank() > 0:  # torchrun uses the same port, so wait until node 0 has closed it
-        with suppress(dist.DistError):
-            store.wait(["closed"], timedelta(seconds=30))
-    return 0
+        try:
+            launch_environment.validate()
+            store = meet(describe_rank(load_recipe(arguments[0], arguments[1:])), members="nodes")
+        except UserMistake as error:
+            os.write(stderr, f"{escape_control_characters(str(error))}\n".encode())
+            return 2
+        except RendezvousError as error:
+            if not error.reported_by_rank_0:
+                os.write(stderr, f"{error}\n".encode())
+            return error.code
+        if launch_environment.rank() > 0:  # torchrun uses the same port, so wait until node 0 has closed it
+            with suppress(dist.DistError):
+                store.wait(["closed"], timedelta(seconds=30))
+        return 0
 
 
 if __name__ == "__main__":

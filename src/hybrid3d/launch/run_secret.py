@@ -28,29 +28,9 @@ SECRET_BYTES = 32
 POLL_SECONDS = 0.5
 
 
-class SecretError(RendezvousError):
-    """Raised on a rank that cannot write or read the run's secret, or where others can read it."""
-
-    def __init__(self, message: str):
-        super().__init__(message, 1)
-
-
 def write_secret(folder: RunFolder) -> None:
-    """Write a new secret; rank 0 does, before the ranks meet.
-
-    Raises:
-        SecretError: it cannot be written.
-    """
+    """Write a new secret; rank 0 does, before the ranks meet. If it cannot be written, `RendezvousError` is raised."""
     _write(_path(folder), secrets.token_bytes(SECRET_BYTES).hex())
-
-
-def write_agents_key(folder: RunFolder) -> None:
-    """Write the key of the agents' endpoint for agents that the user starts; a run's own have it in their environment.
-
-    Raises:
-        SecretError: it cannot be written.
-    """
-    _write(folder.logs / "agents-key", derived_key("agents"))
 
 
 def _write(path: Path, text: str) -> None:
@@ -61,14 +41,15 @@ def _write(path: Path, text: str) -> None:
             file.write(text)
         draft.replace(path)
     except OSError as error:
-        raise SecretError(f"{path}, which others must not read, could not be written ({error.strerror})") from error
+        problem = f"{path}, which others must not read, could not be written ({error.strerror})"
+        raise RendezvousError(problem, 1) from error
 
 
 def adopt_secret(recipe: Recipe, folder: RunFolder, store: Store, rank: int) -> None:
     """Read the secret on every rank, after the ranks have met; write the agents' key on rank 0, if it is needed.
 
     Raises:
-        SecretError: it is not that of rank 0, or others can read it and roles or agents prove who they are with it.
+        RendezvousError: it is not that of rank 0, or others can read it and roles or agents prove who they are with it.
     """
     path, agents = _path(folder), None if recipe.rollout is None else recipe.rollout.agents
     is_proof = recipe.has_workers or agents is not None
@@ -77,7 +58,8 @@ def adopt_secret(recipe: Recipe, folder: RunFolder, store: Store, rank: int) -> 
     wanted = share(store, rank, "secret's digest", lambda: hashlib.sha256(secret()).hexdigest())
     if rank == 0:
         if agents is not None and agents.command is None and not os.environ.get(KEY_VARIABLE):
-            write_agents_key(folder)
+            # For agents that the user starts; a run's own have it in their environment
+            _write(folder.logs / "agents-key", derived_key("agents"))
         return
     end = time.monotonic() + CLOSE_SECONDS  # some file systems are slow
     while True:
@@ -90,7 +72,7 @@ def adopt_secret(recipe: Recipe, folder: RunFolder, store: Store, rank: int) -> 
             set_secret(found)
             return
         if time.monotonic() > end:
-            raise SecretError(f"{path} {problem}: do all nodes see the same folder?")
+            raise RendezvousError(f"{path} {problem}: do all nodes see the same folder?", 1)
         time.sleep(POLL_SECONDS)
 
 
@@ -101,7 +83,7 @@ def _read(path: Path, must_be_private: bool) -> bytes:
             fix = "put the run's folder on a file system that keeps modes"
             message = f"{path} has mode {mode:04o}, expected 0600, as others can read the run's secret: {fix}"
             if must_be_private:
-                raise SecretError(message)
+                raise RendezvousError(message, 1)
             logger.warning("%s", message)
         return bytes.fromhex(file.read())
 

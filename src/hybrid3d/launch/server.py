@@ -21,11 +21,9 @@ SERVER_ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "
 
 
 def server_command(checkpoint: Path, name: str, host: str, port: int, recipe: Recipe | None) -> list[str]:
-    """Return the command that serves a Hugging Face checkpoint.
+    """Return the command that serves a Hugging Face checkpoint to requests for `name`.
 
-    Args:
-        name: the model's name in requests.
-        recipe: its rollout layout and settings are used; with None vLLM's defaults.
+    The recipe's rollout layout and settings are used; without one vLLM's defaults.
     """
     # The program behind `vllm serve`, which asks for a package named vllm: that of the build for CPUs has another name.
     command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model", str(checkpoint)]
@@ -48,10 +46,8 @@ def _recipe_options(recipe: Recipe, on_cpu: bool) -> list[str]:
     if rollout.expert_parallel:
         options += ["--enable-expert-parallel"]
     if on_cpu:
-        return [*options, "--kv-cache-memory-bytes", str(int(rollout.kv_cache_gib * 2**30))]
-    return (
-        options  # not rollout.gpu_memory_utilization: it leaves room for training, which does not run beside a server
-    )
+        options += ["--kv-cache-memory-bytes", str(int(rollout.kv_cache_gib * 2**30))]
+    return options  # no rollout.gpu_memory_utilization: it leaves room for training, which does not run beside a server
 
 
 def _cpu_options(checkpoint: Path) -> list[str]:

@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from hybrid3d.run.timeline import PEAK
+from hybrid3d.run.folder import PEAK
 
 ACTIVITIES = ("sync", "eval", "generate", "reward", "train", "record", "wait")
 OTHER, IDLE = "other", "wait"

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Bound:
-    """A bound on a metric.
-
-    Attributes:
-        setting: name of the setting in the section `guard`.
-        metric: the metric that it bounds.
-        advice: what a user can do when the bound is violated.
-    """
+class Bound(NamedTuple):
+    """A bound that the section `guard` has a setting for, and what a user can do when the metric violates it."""
 
     setting: str
     metric: str
     advice: str
-
-    def is_violated(self, value: float, bound: float) -> bool:
-        return not (value >= bound if self.setting.startswith("min_") else value <= bound)  # true for NaN
 
 
 BOUNDS = (

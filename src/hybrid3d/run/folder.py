@@ -19,6 +19,7 @@ from hybrid3d.errors import UserMistake
 from hybrid3d.storage.disk import CheckpointWriteError, describe_write_error
 
 LOCK = ".lock"
+PEAK = "peak_memory_bytes"  # of a timeline's activity
 LOCK_TIMEOUT_SECONDS = 100  # longer than the lease of NFS, 90 s
 
 
@@ -77,11 +78,7 @@ class RunFolder:
             raise RecipeError(str(self.path), problems)
 
     def make_logs(self) -> None:
-        """Create the folder of the ranks' logs.
-
-        Raises:
-            RecipeError: it cannot be created.
-        """
+        """Create the folder of the ranks' logs; raise `RecipeError` if it cannot be created."""
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -92,10 +89,7 @@ class RunFolder:
         """Lock the folder, so that no other process writes the same records and checkpoints.
 
         Waits up to `LOCK_TIMEOUT_SECONDS` for the lock: that of a killed process is released when it has exited, that
-        of a machine that died when the file server's lease expires.
-
-        Args:
-            print_message: called with a message when the lock has to be waited for.
+        of a machine that died when the file server's lease expires. Such a wait is announced by `print_message`.
 
         Raises:
             RecipeError: the folder is still locked, or cannot be written.
@@ -135,14 +129,10 @@ class RunFolder:
         self.logs.mkdir(parents=True, exist_ok=True)
         text = recipe_to_yaml(recipe)
         if not self.recipe.exists() or self.recipe.read_text(encoding="utf-8") != text:
-            _replace(self.recipe, text)
+            replace_file(self.recipe, text)
         if self.events.exists():
             complete = "".join(f"{line}\n" for line in _complete_lines(self.events))
             os.truncate(self.events, len(complete.encode()))
-
-    def write_id(self, text: str) -> None:
-        """Write the run's id."""
-        _replace(self.id, text)
 
     def log_path(self, rank: int) -> Path:
         """Return the path of a rank's log."""
@@ -156,37 +146,21 @@ class RunFolder:
         """Return the path of the n-th out-of-memory record."""
         return self.path / f"out-of-memory-{count}.json"
 
-    def add_metrics(self, row: Mapping[str, float | None]) -> None:
-        """Append a row to metrics.jsonl."""
-        _append(self.metrics, [row])
-
-    def add_memory(self, row: Mapping[str, float | str]) -> None:
-        """Append a row to memory.jsonl."""
-        _append(self.memory, [row])
-
-    def add_samples(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append rows to samples.jsonl."""
-        _append(self.samples, rows)
-
     def add_event(self, event: str, **fields: Any) -> None:
         """Append an event with the current time to events.jsonl."""
-        _append(self.events, [{"time": round(time.time(), 3), "event": event, **fields}])
+        append_rows(self.events, [{"time": round(time.time(), 3), "event": event, **fields}])
 
     def write_timeline(self, trace: Mapping[str, Any]) -> None:
         """Write the timeline of a step, in place of that of the step before."""
         try:
-            _replace(self.timeline, json.dumps(trace) + "\n", lasting=False)
+            replace_file(self.timeline, json.dumps(trace) + "\n", lasting=False)
         except OSError as error:
             raise CheckpointWriteError(describe_write_error(self.timeline, error)) from error
 
     def write_replay(self, step: int, report: Mapping[str, Any]) -> None:
         """Write the result of a replay of a step, in place of an earlier one."""
         self.replays.mkdir(exist_ok=True)
-        _replace(replay_path(self, step), json.dumps(report, indent=1) + "\n")
-
-    def read_metrics(self) -> list[dict[str, float]]:
-        """Return all rows of metrics.jsonl."""
-        return [json.loads(line) for line in _complete_lines(self.metrics)]
+        replace_file(replay_path(self, step), json.dumps(report, indent=1) + "\n")
 
     def truncate_records(self, step: int) -> None:
         """Remove metrics, memory, samples, recorded steps and their replays from `step` on.
@@ -195,7 +169,7 @@ class RunFolder:
         """
         for path in (self.metrics, self.memory, self.samples):
             kept = [line for number, line in enumerate(_complete_lines(path), 1) if _step_of(path, number, line) < step]
-            _replace(path, "".join(f"{line}\n" for line in kept))
+            replace_file(path, "".join(f"{line}\n" for line in kept))
         for path in self.step_records.glob("step-*"):
             number = re.fullmatch(r"step-(\d{6,})", path.name)
             if number is None or int(number[1]) >= step:  # others were being written when the run was killed
@@ -223,11 +197,7 @@ def _timeline_step(path: Path) -> int | None:
 
 
 def _step_of(path: Path, number: int, line: str) -> int:
-    """Return the step of a record.
-
-    Raises:
-        ValueError: the line is not a record of a step; with its file and number.
-    """
+    """Return the step of a record; `ValueError` with file and number if the line is none."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
@@ -267,8 +237,7 @@ def replay_path(folder: RunFolder, step: int) -> Path:
 def served_folder(folder: RunFolder, step: int, key: str) -> Path:
     """Return the folder of the Hugging Face checkpoint that `hybrid3d serve` has written of a step.
 
-    Args:
-        key: of the checkpoint, as a run that goes back may train a step anew (`run.identity.derived_key`).
+    The key is that of the checkpoint, as a run that goes back may train a step anew (`run.identity.derived_key`).
     """
     return folder.served / f"step-{step:06d}-{key}"
 
@@ -279,11 +248,7 @@ def _steps_in(folder: Path) -> list[int]:
 
 
 def find_checkpoint_step(folder: RunFolder, step: int | None) -> int:
-    """Return the requested step, or that of the last checkpoint.
-
-    Raises:
-        CheckpointNotFound: there is no such checkpoint.
-    """
+    """Return the requested step, or that of the last checkpoint; raise `CheckpointNotFound` if there is none."""
     steps = checkpoint_steps(folder)
     if not steps or (step is not None and step not in steps):
         missing = "no checkpoint" if step is None else f"no checkpoint of step {step}"
@@ -293,11 +258,10 @@ def find_checkpoint_step(folder: RunFolder, step: int | None) -> int:
     return steps[-1] if step is None else step
 
 
-def _replace(path: Path, text: str, lasting: bool = True) -> None:
+def replace_file(path: Path, text: str, lasting: bool = True) -> None:
     """Replace a file atomically, so that it is complete even if the process is killed.
 
-    Args:
-        lasting: whether it has to be on the disk afterwards, which takes a while, in case that the machine fails.
+    A `lasting` file is on the disk afterwards, which takes a while, in case that the machine fails.
     """
     replacement = path.with_suffix(".tmp")
     with open(replacement, "w", encoding="utf-8") as out:
@@ -308,7 +272,8 @@ def _replace(path: Path, text: str, lasting: bool = True) -> None:
     os.replace(replacement, path)
 
 
-def _append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Append rows to a record of JSON Lines; raise `CheckpointWriteError` if the disk does not take them."""
     try:
         with open(path, "a", encoding="utf-8") as out:
             out.writelines(json.dumps(row) + "\n" for row in rows)
@@ -320,7 +285,7 @@ def draw_curves(folder: RunFolder) -> None:
     """Draw reward, held-out accuracy, mismatch and sync over the steps to curves.png."""
     from matplotlib.figure import Figure
 
-    rows = folder.read_metrics()
+    rows = [json.loads(line) for line in _complete_lines(folder.metrics)]
     panels = {
         "reward and held-out accuracy": ("reward/mean", "eval/accuracy"),
         "preference pairs ranked right": ("preference/accuracy", "eval/preference_accuracy"),

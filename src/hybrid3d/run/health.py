@@ -37,7 +37,8 @@ class EngineMismatch(RuntimeError):
 class Guard:
     """Watches the gradients, KL and metrics of a run, with the `guard` settings of the step's recipe.
 
-    Every rank must call every method with the same values, so that all ranks take the same decision.
+    Every rank must call every method with the same values, so that all ranks take the same decision. A method that
+    intervenes raises `TooManyInterventions` when that was more often than `guard.max_interventions`.
     """
 
     def __init__(self, record: RunLogger):
@@ -111,24 +112,13 @@ class Guard:
             raise EngineMismatch(message)
 
     def record_skip(self, step: int, norm: float, recipe: Recipe, model: str = "policy") -> None:
-        """Record that a gradient of the policy or the critic was not accepted: the rest of the step is skipped.
-
-        Raises:
-            TooManyInterventions: more than `guard.max_interventions`.
-        """
+        """Record that a gradient of the policy or the critic was not accepted: the rest of the step is skipped."""
         reason = "not finite" if not math.isfinite(norm) else "a spike"
         message = f"the {model}'s gradient norm {norm:g} is {reason}: its batch is skipped"
         self._intervene(step, "batch_skipped", message, recipe, norm=str(norm), of=model)
 
     def freeze_kl_coef(self, step: int, kl: float, controller: KlController, recipe: Recipe) -> None:
-        """Reset an adaptive coefficient to the recipe's and fix it, if the KL exceeds `guard.kl_explosion`.
-
-        Args:
-            kl: KL of an answer, in nats.
-
-        Raises:
-            TooManyInterventions: more than `guard.max_interventions`.
-        """
+        """Reset an adaptive coefficient to the recipe's and fix it, if an answer's KL exceeds `guard.kl_explosion`."""
         limit, coef = recipe.guard.kl_explosion, recipe.algorithm.kl.coef
         if limit is not None and controller.target is not None and not kl <= limit:
             message = (
@@ -139,11 +129,9 @@ class Guard:
             self._intervene(step, "kl_fixed", message, recipe, kl=str(kl))
 
     def check_bounds(self, row: Mapping[str, float], memory_gb: float, recipe: Recipe) -> None:
-        """Report each metric that violates its bound and did not at the last step, with advice.
+        """Report each metric of the step that violates its bound and did not at the last step, with advice.
 
-        Args:
-            row: the metrics of the step.
-            memory_gb: the most memory that a rank used in a phase of the step, in 10^9 bytes.
+        `memory_gb` is the most memory that a rank used in a phase of the step, in 10^9 bytes.
         """
         share = row.get("sync/exposed_seconds", 0.0) / row["time/step"]
         values = {**row, "sync share": share, "memory": memory_gb}
@@ -151,7 +139,7 @@ class Guard:
             limit, value = getattr(recipe.guard, bound.setting), values.get(bound.metric)
             if limit is None or value is None:
                 continue
-            violated = bound.is_violated(value, limit)
+            violated = not (value >= limit if bound.setting.startswith("min_") else value <= limit)  # true for NaN
             if violated and bound.setting not in self._violated:
                 step = row["step"]
                 numbers = f"{bound.metric} {value:.4g} violates guard.{bound.setting}={limit:g}"

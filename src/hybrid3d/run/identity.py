@@ -18,7 +18,7 @@ from typing import Any
 from hybrid3d.config import Recipe, RecipeError, read_recipe, recipe_to_yaml
 from hybrid3d.config.schema import flatten_settings, to_raw
 from hybrid3d.inputs.files import input_files
-from hybrid3d.run.folder import RunFolder, checkpoint_folder, checkpoint_steps
+from hybrid3d.run.folder import RunFolder, checkpoint_folder, checkpoint_steps, replace_file
 from hybrid3d.storage.manifest import (
     BrokenCheckpoint,
     ForeignCheckpoint,
@@ -38,12 +38,7 @@ MAX_DIFFERENCES = 20  # lines of a message
 
 @dataclass(frozen=True)
 class RunId:
-    """What `run.json` says.
-
-    Attributes:
-        run: the run's id.
-        unidentified: checkpoints up to this step may be of a version that wrote no identity.
-    """
+    """The run's id in `run.json`; checkpoints up to the step `unidentified` may be of a version that wrote none."""
 
     run: str
     unidentified: int = 0
@@ -70,10 +65,7 @@ class RunIdentity:
         return Identity(self.run.run, folder.name, updates, recipe_digest(self.recipe), yaml, dict(self.inputs))
 
     def check(self, folder: RunFolder, path: Path) -> str:
-        """Check that a checkpoint is one that this run can resume.
-
-        Returns:
-            A warning if the checkpoint does not say which run it is of, otherwise an empty text.
+        """Check that a checkpoint is one that this run can resume; return as `check_origin`.
 
         Raises:
             ForeignCheckpoint: it is of another run or step, or of other settings or input files: with both values.
@@ -95,15 +87,11 @@ def begin(folder: RunFolder) -> None:
     if read_run_id(folder) is None:
         earlier = checkpoint_steps(folder)
         content = {"run": secrets.token_hex(8), "unidentified": earlier[-1] if earlier else 0}
-        folder.write_id(json.dumps(content) + "\n")
+        replace_file(folder.id, json.dumps(content) + "\n")
 
 
 def read_run_id(folder: RunFolder) -> RunId | None:
-    """Return the id of the run in a folder, None if it has none.
-
-    Raises:
-        RecipeError: `run.json` is damaged.
-    """
+    """Return the id of the run in a folder, None if it has none; raise `RecipeError` if `run.json` is damaged."""
     if not folder.id.exists():
         return None
     try:
@@ -170,8 +158,7 @@ def check_step(folder: RunFolder, step: int) -> str:
 def derived_key(folder: RunFolder, step: int, recipe: Recipe) -> str:
     """Return a key of what is derived from a checkpoint and the model's files: other content has another key.
 
-    Raises:
-        BrokenCheckpoint: the checkpoint's manifest cannot be read.
+    `BrokenCheckpoint` is raised if the checkpoint's manifest cannot be read.
     """
     model = {key: digest for key, digest in input_digests(recipe).items() if key.startswith("model.path/")}
     content = [content_digest(checkpoint_folder(folder, step)), model]
@@ -238,7 +225,6 @@ def _settings_that_differ(identity: Identity, recipe: Recipe) -> Iterator[str]:
 
 
 def _inputs_that_differ(identity: Identity, inputs: Mapping[str, str]) -> Iterator[str]:
-    """Yield a line for each file that has changed."""
     for name in sorted(identity.inputs.keys() | inputs.keys()):
         old, new = identity.inputs.get(name, "no such file"), inputs.get(name, "no such file")
         if old != new:

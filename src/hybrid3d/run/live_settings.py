@@ -66,11 +66,7 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def override_settings(recipe: Recipe, settings: Settings) -> Recipe:
-    """Return the recipe with these settings replaced.
-
-    Raises:
-        RecipeError: the result is invalid; with all problems.
-    """
+    """Return the recipe with these settings replaced; raises `RecipeError` with all problems of the result."""
     problems: list[str] = []
     raw = with_settings(to_raw(recipe), settings, problems)
     return read_recipe(raw, recipe.name, problems)
@@ -115,11 +111,7 @@ def apply_settings(recipe: Recipe, settings: Settings, step: int) -> Recipe:
 
 
 def check_schedule(recipe: Recipe) -> None:
-    """Check that each step of the schedule may change its settings.
-
-    Raises:
-        RecipeError: with all problems.
-    """
+    """Check that each step of the schedule may change its settings; raises `RecipeError` with all problems."""
     problems, current = [], recipe
     for step, settings in recipe.schedule.items():
         if step >= current.run.steps:
@@ -138,20 +130,15 @@ class LiveSettings:
 
     The group's first rank decides what changes and broadcasts it. From `control.yaml` it takes only what has changed
     since the last read: nothing is applied twice, and a schedule may change a setting that the file set earlier.
-
-    Attributes:
-        initial_recipe: the recipe that the run started with.
-        recipe: the recipe with the current settings.
     """
 
     def __init__(self, recipe: Recipe, record: RunLogger, pinned: Settings, group: dist.ProcessGroup):
         """Start with the recipe and the pinned settings, which neither the schedule nor the file can change."""
-        self.initial_recipe, self._record, self._pinned = recipe, record, pinned
-        self._group = group
+        self.initial_recipe, self._record, self._pinned, self._group = recipe, record, pinned, group
         self._path = record.folder.control
         self._settings: dict[str, Any] = {}  # all settings changed so far
         self._file_hash, self._file_settings = "", dict[str, Any]()  # of the file when it was last read
-        self.recipe = override_settings(recipe, pinned)
+        self.recipe = override_settings(recipe, pinned)  # with the current settings
 
     @property
     def control(self) -> dict[str, Any]:
@@ -202,21 +189,15 @@ class LiveSettings:
         return changes
 
     def _apply_unpinned(self, current: Recipe, requested: Settings, step: int, source: str) -> Recipe:
-        """Apply the requested settings that are not pinned, and report the pinned ones.
-
-        Raises:
-            RecipeError: as in `apply_settings`.
-        """
-        unpinned = {key: value for key, value in requested.items() if key not in self._pinned}
-        if len(unpinned) < len(requested):  # pinned settings are not applied, but must be valid
+        """Apply the requested settings that are not pinned, and report the pinned ones; raises as `apply_settings`."""
+        pinned = requested.keys() & self._pinned.keys()
+        unpinned = {key: value for key, value in requested.items() if key not in pinned}
+        if pinned:  # they are not applied, but must be valid
             apply_settings(current, requested, step)
         new = apply_settings(current, unpinned, step) if unpinned else current
-        refused = [
-            f"{key}: pinned to {self._pinned[key]} since the run ran out of memory"
-            for key in requested
-            if key in self._pinned
-        ]
-        if refused:
+        if pinned:
+            why = "since the run ran out of memory"
+            refused = [f"{key}: pinned to {self._pinned[key]} {why}" for key in requested if key in pinned]
             self._refuse(step, source, refused, "these settings stay")
         return new
 
@@ -227,16 +208,13 @@ class LiveSettings:
 
     def _read_when_stable(self) -> bytes:
         """Read the file once nobody is writing it: a number that is cut off would still be a valid number."""
-        content = self._read()
+        content = read_bytes(self._path, "a text file", MAX_TEXT_BYTES)
         for _ in range(STABLE_TRIES if hashlib.sha256(content).hexdigest() != self._file_hash else 0):
             time.sleep(STABLE_SECONDS)
-            before, content = content, self._read()
+            before, content = content, read_bytes(self._path, "a text file", MAX_TEXT_BYTES)
             if content == before:
                 break
         return content
-
-    def _read(self) -> bytes:
-        return read_bytes(self._path, "a text file", MAX_TEXT_BYTES)
 
     def _read_file_changes(self) -> Settings:
         """Return the settings in the file that are new or different since the last read.
@@ -244,9 +222,9 @@ class LiveSettings:
         Raises:
             RecipeError: the file cannot be read; reported once, and ignored until the file changes again.
         """
-        read_error = None
         if not os.path.lexists(self._path):
             return {}
+        read_error = None
         try:
             content = self._read_when_stable()
         except UnreadableFile as error:  # hashed like content, so that it is reported once

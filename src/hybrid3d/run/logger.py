@@ -1,7 +1,11 @@
-"""Records a run: metrics, samples and events, in the run's folder and on the display, which only rank 0 prints."""
+"""Records a run: metrics, samples and events, in the run's folder and on the display, which only rank 0 prints.
+
+What every rank did during a step is a trace, `timeline.json`, that Perfetto and chrome://tracing open, and a picture.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,11 +18,12 @@ from hybrid3d.config import Recipe
 from hybrid3d.generation.evaluation import setting_of
 from hybrid3d.generation.samples import Sample
 from hybrid3d.rl.data import PromptData
-from hybrid3d.run.folder import RunFolder
-from hybrid3d.run.memory import Peaks, measured_device
-from hybrid3d.run.timeline import Span, draw_timeline, write_timeline
+from hybrid3d.run.folder import PEAK, RunFolder, append_rows
+from hybrid3d.run.metrics import Peaks, Span, measured_device
 from hybrid3d.run.trackers import Trackers
 
+COLORS = {"sync": "C3", "generate": "C0", "train": "C1", "reward": "C2", "wait": "0.85"}
+MAX_ROWS = 64  # of the picture of a timeline; of more ranks it shows every n-th
 SAMPLES_PER_STEP = 4  # written to samples.jsonl
 DISPLAYED_METRICS = {
     "reward/mean": "reward {:.3f}",
@@ -38,8 +43,7 @@ class Display:
     """
 
     def __init__(self, name: str, steps: int, console: Console | None):
-        self._console = console
-        self._name = name
+        self._console, self._name = console, name
         self._last: dict[str, float] = {}
         self._task: TaskID | None = None
         self._progress: Progress | None = None
@@ -64,11 +68,7 @@ class Display:
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def show_step(self, row: Mapping[str, float], steps: int) -> None:
-        """Show the metrics of a step; metrics that it does not measure keep their last value.
-
-        Args:
-            steps: total number of steps of the run.
-        """
+        """Show the metrics of a step, of so many steps; metrics that it does not measure keep their last value."""
         self._last |= {key: row[key] for key in DISPLAYED_METRICS if key in row}
         values = " · ".join(
             text.format(self._last[key]) for key, text in DISPLAYED_METRICS.items() if key in self._last
@@ -83,13 +83,9 @@ class RunLogger:
     """Writes the records of a run and prints its messages. Only rank 0 does; on other ranks methods do nothing."""
 
     def __init__(self, folder: RunFolder, rank: int, display: Display, keeps_events: bool = True):
-        """
-        Args:
-            keeps_events: whether events are written to the folder, not only printed.
-        """
-        self.folder = folder
+        """With `keeps_events` events are written to the folder, not only printed."""
+        self.folder, self._display = folder, display
         self._is_rank_0, self._keeps_events = rank == 0, keeps_events
-        self._display = display
         self._data_counts: dict[str, float] = {}
         self._trackers: Trackers | None = None
         self._has_timeline = False
@@ -113,19 +109,16 @@ class RunLogger:
         self.event("tracker_failed", message, tracker=tracker, why=why)
 
     def step(self, row: Mapping[str, float], steps: int, samples: Sequence[Sample] = ()) -> None:
-        """Record the metrics of a step and a few of its samples.
-
-        Args:
-            steps: total number of steps of the run, for the display.
-        """
+        """Record the metrics of a step of a run of so many steps, and a few of its samples."""
         self._display.show_step(row, steps)
         if self._is_rank_0:
             row = {**row, **self._data_counts}
-            self.folder.add_metrics({key: value if math.isfinite(value) else None for key, value in row.items()})
+            finite = {key: value if math.isfinite(value) else None for key, value in row.items()}
+            append_rows(self.folder.metrics, [finite])
             if self._trackers is not None:
                 self._trackers.log(int(row["step"]), {key: value for key, value in row.items() if key != "step"})
             kept = samples[:: max(1, len(samples) // SAMPLES_PER_STEP)][:SAMPLES_PER_STEP]
-            self.folder.add_samples(
+            rows = (
                 {
                     "step": row["step"],
                     "weights": s.weight_version,
@@ -138,6 +131,7 @@ class RunLogger:
                 }
                 for s in kept
             )
+            append_rows(self.folder.samples, rows)
 
     def memory(self, step: int, peaks: Mapping[int, Peaks]) -> None:
         """Record the most memory that a rank used during each activity of a step, except for waiting.
@@ -150,18 +144,18 @@ class RunLogger:
                 if nbytes and activity != "wait":
                     largest[activity] = max(largest.get(activity, 0), nbytes)
             found = {f"memory/max_{activity}_bytes": nbytes for activity, nbytes in largest.items()}
-            self.folder.add_memory({"step": step, "device": measured_device(), **found})
+            append_rows(self.folder.memory, [{"step": step, "device": measured_device(), **found}])
 
     def timeline(
         self,
         step: int,
         roles: Mapping[str, Sequence[int]],
         spans: Mapping[int, Sequence[Span]],
-        peaks: Mapping[int, Peaks] | None = None,
+        peaks: Mapping[int, Peaks],
     ) -> None:
         """Record what each rank did during a step, in place of the step before: see `write_timeline`."""
         if self._is_rank_0:
-            write_timeline(self.folder, step, roles, spans, peaks or {})
+            write_timeline(self.folder, step, roles, spans, peaks)
             self._has_timeline = True
 
     def draw_timeline(self) -> None:
@@ -187,3 +181,58 @@ class RunLogger:
             self._data_counts |= {f"data/{name}_{key}": count for key, count in counts.items()}
             setting = "data.train" if name == "train" else setting_of(name)
             self.event("data", f"{setting} {data}", split=name, file=data.path, **counts)
+
+
+def write_timeline(
+    folder: RunFolder,
+    step: int,
+    roles: Mapping[str, Sequence[int]],
+    by_rank: Mapping[int, Sequence[Span]],
+    peaks: Mapping[int, Peaks],
+) -> None:
+    """Write what each rank did to `timeline.json`, in Chrome's trace format; `roles` has the ranks of each role."""
+    spans = [by_rank[rank] for rank in sorted(by_rank)]
+    start = min(begin for of_rank in spans for _, begin, _ in of_rank)
+    names = [" and ".join(role for role, ranks in roles.items() if rank in ranks) for rank in range(len(spans))]
+    events = [
+        {"name": name, "pid": names[rank], "tid": rank, "ph": "X"}  # a complete event, in microseconds
+        | {"ts": 1e6 * (begin - start), "dur": 1e6 * (end - begin)}
+        | ({"args": {PEAK: peaks[rank][name]}} if name in peaks.get(rank, ()) else {})
+        for rank, of_rank in enumerate(spans)
+        for name, begin, end in of_rank
+    ]
+    folder.write_timeline({"traceEvents": events, "otherData": {"step": step}})
+
+
+def draw_timeline(folder: RunFolder) -> None:
+    """Draw `timeline.json` to `timeline.png`."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    trace = json.loads(folder.timeline.read_text(encoding="utf-8"))
+    names: dict[int, str] = {}
+    spans: dict[int, list[Span]] = {}
+    for event in trace["traceEvents"]:
+        names[event["tid"]] = event["pid"]
+        begin, seconds = event["ts"] / 1e6, event["dur"] / 1e6
+        spans.setdefault(event["tid"], []).append((event["name"], begin, begin + seconds))
+    ranks = list(spans)[:: -(-len(spans) // MAX_ROWS)]
+    figure = Figure(figsize=(9, 1.4 + 0.28 * len(ranks)), layout="tight")
+    axis = figure.subplots()
+    for row, rank in enumerate(ranks):
+        for name, begin, end in spans[rank]:
+            axis.barh(row, end - begin, left=begin, color=COLORS.get(name, "C7"), edgecolor="white", linewidth=0.5)
+    axis.set_yticks(range(len(ranks)), [f"{names[rank]}, rank {rank}" for rank in ranks], fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlim(0, max(end for of_rank in spans.values() for _, _, end in of_rank))
+    axis.set_xlabel(f"seconds of step {trace['otherData']['step']}")
+    found = sorted({name for of_rank in spans.values() for name, _, _ in of_rank})
+    axis.legend(
+        handles=[Patch(color=COLORS.get(name, "C7"), label=name) for name in found],
+        ncols=len(found),
+        fontsize=8,
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        frameon=False,
+    )
+    figure.savefig(folder.timeline_picture, dpi=110)

@@ -1,34 +1,117 @@
-"""A step's metrics: measured on each rank, reduced over ranks to one row, and the seconds of its phases."""
+"""A step's metrics: measured on each rank, reduced over ranks to one row, and the seconds and memory of its phases."""
 
 from __future__ import annotations
 
 import math
+import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Literal
 
+import torch
 import torch.distributed as dist
 
 from hybrid3d.distributed import gather_objects
-from hybrid3d.run.memory import meter
 from hybrid3d.watch.heartbeat import enter_phase
+
+Span = tuple[str, float, float]
+"""An activity, and when it began and ended, in seconds since the epoch by the clock of its node."""
+
+Peaks = Mapping[str, int]
+"""The most bytes that a rank has used during each of its activities."""
+
+CLEAR_REFS, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+RESET_PEAK = "5"  # what proc(5) says to write to CLEAR_REFS
+
+
+@cache
+def measured_device() -> Literal["cuda", "cpu"]:
+    """Return whose memory is measured."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class MemoryMeter:
+    """Measures the peak memory of this process between `start` and `stop`, in bytes.
+
+    On a GPU these are the bytes that torch has allocated, vLLM's pools included. Torch still counts memory
+    that vLLM has freed while it sleeps: `asleep` returns how much that is, and `split` has to be called before it
+    changes.
+
+    Without a GPU they are the resident bytes of the process. Where the kernel does not let a process reset its peak,
+    only the bytes at `start`, `split` and `stop` are seen.
+    """
+
+    def __init__(self) -> None:
+        self.asleep: Callable[[], int] = lambda: 0
+        self._peak, self._is_running, self._resets = 0, False, True
+
+    def start(self) -> None:
+        """Begin to measure; what was measured before is dropped."""
+        self._reset()
+        self._peak, self._is_running = self._since_reset(), True
+
+    def split(self) -> None:
+        """Take in what was measured until now, with the memory that is asleep now."""
+        if self._is_running:
+            self._peak = max(self._peak, self._since_reset())
+            self._reset()
+
+    def stop(self) -> int:
+        """Return the most bytes since `start`. After it nothing is measured: stopped again, it returns the same."""
+        self.split()
+        self._is_running = False
+        return self._peak
+
+    def _reset(self) -> None:
+        if measured_device() == "cuda":
+            if torch.cuda.is_initialized():
+                torch.cuda.reset_peak_memory_stats()
+        elif self._resets:
+            try:
+                CLEAR_REFS.write_text(RESET_PEAK, encoding="utf-8")
+            except OSError:
+                self._resets = False
+
+    def _since_reset(self) -> int:
+        if measured_device() == "cuda":
+            return max(0, torch.cuda.max_memory_allocated() - self.asleep())
+        return _resident_bytes("VmHWM" if self._resets else "VmRSS")
+
+
+def _resident_bytes(field: str) -> int:
+    """Return a field of this process's status, which is in KiB; 0 if there is none."""
+    try:
+        found = re.search(rf"^{field}:\s+(\d+) kB$", STATUS.read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found[1]) * 1024 if found else 0
+
+
+meter = MemoryMeter()
+"""That of this process: its peak can only be measured once at a time."""
+
+
+def peak_gb(peaks: Mapping[int, Peaks]) -> float:
+    """Return the most memory that one of these ranks used, in 10^9 bytes."""
+    return max((nbytes for by_activity in peaks.values() for nbytes in by_activity.values()), default=0) / 1e9
 
 
 class PhaseTimer:
     """Times the phases of one step, as `time/<phase>`, and the step without its evaluation, as `time/step`.
 
     Attributes:
-        spans: what this rank did, and when it began and ended, in seconds since the epoch.
+        spans: what this rank did.
         peaks: the most bytes of memory that it used meanwhile, by activity.
-
-    Args:
-        activities: what this rank does in a phase, where that is not the phase.
     """
 
     def __init__(self, activities: Mapping[str, str] | None = None) -> None:
+        """`activities` says what this rank does in a phase, where that is not the phase."""
         self._activities = activities or {}
-        self.spans: list[tuple[str, float, float]] = []
+        self.spans: list[Span] = []
         self.peaks: dict[str, int] = {}
         self._start = time.perf_counter()
         self._phases: dict[str, float] = {}
@@ -51,23 +134,22 @@ class PhaseTimer:
         phases = {f"time/{phase}": seconds for phase, seconds in self._phases.items()}
         return {**phases, "time/step": step, "tokens_per_second": tokens / step}
 
+    def gather(
+        self,
+        group: dist.ProcessGroup,
+        spans: Mapping[int, Sequence[Span]] | None = None,
+        peaks: Mapping[int, Peaks] | None = None,
+    ) -> tuple[dict[int, Sequence[Span]], dict[int, Peaks]]:
+        """Return spans and peaks of all ranks of the run by rank, on every rank that trains.
 
-class Stopwatch:
-    """Adds up the seconds within its `with` blocks."""
-
-    def __init__(self) -> None:
-        self._seconds = self._start = 0.0
-
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
-
-    def __exit__(self, *error: object) -> None:
-        self._seconds += time.perf_counter() - self._start
-
-    def lap(self) -> float:
-        """Return the seconds since the last call."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
+        The first rank gives those of the ranks that do not train, if there are any.
+        """
+        rank = group.rank()
+        found = gather_objects(({rank: self.spans, **(spans or {})}, {rank: self.peaks, **(peaks or {})}), group)
+        return (
+            {rank: those for by_rank, _ in found for rank, those in by_rank.items()},
+            {rank: those for _, by_rank in found for rank, those in by_rank.items()},
+        )
 
 
 @dataclass
@@ -85,10 +167,6 @@ class StepMetrics:
     maxima: dict[str, int | float] = field(default_factory=dict)
     replicated: dict[str, int | float] = field(default_factory=dict)
 
-    def add(self, key: str, value: float) -> None:
-        """Add `value` to the metric that is summed over ranks."""
-        self.sums[key] = self.sums.get(key, 0.0) + value
-
     def update(self, other: StepMetrics) -> None:
         """Take over another's metrics; where both have one, the other's."""
         self.sums |= other.sums
@@ -98,7 +176,7 @@ class StepMetrics:
     def add_rank(self, other: StepMetrics) -> None:
         """Take in the share of another rank, which does not take part in `reduce`."""
         for key, value in other.sums.items():
-            self.add(key, value)
+            self.sums[key] = self.sums.get(key, 0.0) + value
         for key, value in other.maxima.items():
             self.maxima[key] = _larger(self.maxima.get(key, value), value)
         self.replicated |= other.replicated

@@ -52,12 +52,7 @@ def find_out_of_memory(error: BaseException) -> str | None:
 
 @dataclass(frozen=True)
 class OomRecovery:
-    """The out-of-memory restarts of a run so far.
-
-    Attributes:
-        count: number of restarts.
-        settings: settings that the restarts pinned, by dotted key.
-    """
+    """The number of a run's out-of-memory restarts so far, and the settings that they pinned, by dotted key."""
 
     count: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -75,10 +70,6 @@ class OomRecovery:
         """Save settings that need less memory for the next start, and return the error to raise on this rank.
 
         If several ranks run out together, all with the same settings, one of them saves the record and the event.
-
-        Args:
-            cause: what the error says, from `find_out_of_memory`.
-            recipe: the recipe with the current settings.
 
         Returns:
             `OutOfMemoryRestart`, or another error if memory cannot be reduced further or has run out too often.
@@ -115,11 +106,7 @@ class OomRecovery:
 
 
 def _publish(draft: Path, path: Path) -> None:
-    """Give a file its name, unless another one has it.
-
-    Raises:
-        FileExistsError: another one has it.
-    """
+    """Give a file its name; raise `FileExistsError` if another one has it."""
     try:
         os.link(draft, path)
     except FileExistsError:
@@ -137,7 +124,12 @@ def reduced_settings(recipe: Recipe) -> dict[str, Any]:
     """
     train, settings = recipe.train, dict[str, Any]()
     if train.max_tokens_per_micro_batch is not None:
-        longest = recipe.rollout.max_model_len if recipe.rollout else _max_sft_tokens(recipe)
+        if recipe.rollout is not None:
+            longest = recipe.rollout.max_model_len
+        else:  # of a supervised sequence
+            from hybrid3d.inputs.models import read_config  # not above: it imports what reads data
+
+            longest = int(read_config(recipe.model.path)["max_position_embeddings"])
         tokens = max(train.max_tokens_per_micro_batch // 2, longest)
         if tokens < train.max_tokens_per_micro_batch:
             settings["train.max_tokens_per_micro_batch"] = tokens
@@ -147,10 +139,3 @@ def reduced_settings(recipe: Recipe) -> dict[str, Any]:
     if recipe.algorithm.generates and not recipe.is_split:
         settings |= {f"train.offload_{kind}": True for kind in OFFLOADS if kind not in train.offloads}
     return settings
-
-
-def _max_sft_tokens(recipe: Recipe) -> int:
-    """Return the maximum number of tokens of a supervised sequence."""
-    from hybrid3d.inputs.models import read_config  # not above: it imports what reads data
-
-    return int(read_config(recipe.model.path)["max_position_embeddings"])

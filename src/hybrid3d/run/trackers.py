@@ -25,7 +25,7 @@ PACKAGES = {
     "mlflow": "mlflow-skinny",
     "prometheus": "prometheus_client",
 }
-WHOLE_OF_MLFLOW = "mlflow"
+WHOLE_OF_MLFLOW = "mlflow"  # which has what its small package has
 PROJECT = "hybrid3d"  # of Weights & Biases, and the experiment of MLflow, where their variables name none
 # Those of OpenTelemetry's exporter, with its defaults
 PROMETHEUS_HOST, PROMETHEUS_PORT = "OTEL_EXPORTER_PROMETHEUS_HOST", "OTEL_EXPORTER_PROMETHEUS_PORT"
@@ -42,22 +42,16 @@ class Tracker(Protocol):
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
         """Send the metrics of a step."""
-        ...
 
     def close(self, failed: bool) -> None:
         """Send what is left, and how the run has ended."""
-        ...
 
 
 class Trackers:
     """The trackers of a run."""
 
     def __init__(self, recipe: Recipe, folder: RunFolder, on_failure: Callable[[str, Exception], None]):
-        """Start the recipe's trackers.
-
-        Args:
-            on_failure: called with the name of a tracker that fails, and why; it is not used any more.
-        """
+        """Start the recipe's trackers. `on_failure` is called with the name of one that fails, which is dropped."""
         self._on_failure = on_failure
         self._trackers: dict[str, Tracker] = {}
         for name in recipe.tracking:
@@ -85,7 +79,11 @@ class Trackers:
 
 def find_problems(trackers: Sequence[str]) -> list[str]:
     """Return what is missing for these trackers, and how to get it."""
-    missing = _missing_packages(trackers)
+    missing = {
+        tracker: PACKAGES[tracker]
+        for tracker in trackers
+        if not installed_version(PACKAGES[tracker], *([WHOLE_OF_MLFLOW] if tracker == "mlflow" else []))
+    }
     problems = []
     if missing:
         fix = f"install what is missing (pip install {' '.join(missing.values())}), or leave them out"
@@ -96,16 +94,6 @@ def find_problems(trackers: Sequence[str]) -> list[str]:
     if "prometheus" in trackers and not (re.fullmatch("[0-9]{1,5}", port, re.ASCII) and 0 < int(port) < 2**16):
         problems.append(f"{PROMETHEUS_PORT}={port!r} is not a port: set it to a number from 1 to 65535")
     return problems
-
-
-def _missing_packages(trackers: Sequence[str]) -> dict[str, str]:
-    """Return the package of each of these trackers that is not installed."""
-    wholes = {"mlflow": [WHOLE_OF_MLFLOW]}  # which has what its small package has
-    return {
-        tracker: PACKAGES[tracker]
-        for tracker in trackers
-        if not installed_version(PACKAGES[tracker], *wholes.get(tracker, []))
-    }
 
 
 class TensorBoard:
@@ -226,7 +214,6 @@ STARTS: Mapping[str, Callable[[Recipe, RunFolder], Tracker]] = {
 
 
 def _read_ids(folder: RunFolder) -> dict[str, str]:
-    """Return the ids that trackers know the run by."""
     try:
         found: dict[str, str] = json.loads(folder.trackers.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # there is none, or a full disk has cut it off

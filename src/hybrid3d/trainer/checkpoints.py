@@ -1,12 +1,17 @@
-"""Writes the checkpoints of a run when they are due, removes old ones, and resumes from the last intact one."""
+"""Writes the checkpoints of a run when they are due, removes old ones, and resumes from the last intact one.
+
+`Progress` is what a checkpoint holds besides models: how far a run has come, and the state of what adapts itself.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -15,7 +20,6 @@ from hybrid3d.distributed import broadcast_object
 from hybrid3d.run.folder import checkpoint_folder, checkpoint_steps
 from hybrid3d.run.identity import RunIdentity
 from hybrid3d.run.logger import RunLogger
-from hybrid3d.run.progress import Progress
 from hybrid3d.storage.disk import MOUNTS, CheckpointWriteError, file_system_warning, free_bytes, free_inodes
 from hybrid3d.storage.manifest import (
     BrokenCheckpoint,
@@ -31,10 +35,45 @@ from hybrid3d.train.writing import CheckpointWriter, remove, remove_unfinished
 EXTRA_INODES = 2  # of a checkpoint, besides its files: its folder and its manifest
 
 
-class Checkpoints:
-    """Saves the models and the progress of a run, and loads the last intact checkpoint.
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come. A run that begins has the defaults.
 
-    All ranks call every method together.
+    Attributes:
+        batch: number of the first batch of prompts that was not drawn yet.
+        unfinished: places of the prompts that were drawn before and are not trained yet, of partial rollouts.
+        kl, guard: the state of the KL coefficient, and of the guard.
+        control: the settings that were changed so far, and the file of changes as it was read last.
+    """
+
+    batch: int = 0
+    unfinished: tuple[tuple[int, int], ...] = ()
+    kl: Mapping[str, Any] = field(default_factory=dict)
+    guard: Mapping[str, Any] = field(default_factory=dict)
+    control: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> Progress:
+        """Return what a checkpoint says; those of fine-tuning on data have no prompts and no KL."""
+        unfinished = tuple((batch, place) for batch, place in saved.get("unfinished", ()))
+        others = {key: saved[key] for key in ("batch", "kl", "guard", "control") if key in saved}
+        return cls(unfinished=unfinished, **others)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what a checkpoint says."""
+        return asdict(self)
+
+    @property
+    def learner(self) -> dict[str, Any]:
+        """The part that a recorded step says: that of the learner."""
+        return {"kl": self.kl, "guard": self.guard}
+
+
+class Checkpoints:
+    """Saves the models and progress of a run, and loads the last intact checkpoint. All ranks make all calls together.
+
+    Attributes:
+        identity: of the run, on the first rank; checkpoints of another run are refused, and new ones get it.
     """
 
     def __init__(
@@ -45,15 +84,9 @@ class Checkpoints:
         identity: RunIdentity | None = None,
         sharding: str = checkpoint.FULLY_RESHARDABLE,
     ):
-        """
-        Args:
-            group: all ranks that hold shards of the models.
-            identity: of the run, on the first rank; checkpoints of another run are refused, and new ones get it.
-            sharding: how optimizers are saved, as `run.optimizer_sharding` names it.
-        """
-        self._identity, self._sharding = identity, sharding
-        self._models, self._group = models, group
-        self._record = record
+        """`group` has all ranks that hold shards of the models; `sharding` is as `run.optimizer_sharding` names it."""
+        self.identity, self._sharding = identity, sharding
+        self._models, self._record, self._group = models, record, group
         self._writing: CheckpointWriter | None = None
         self._updates = 0  # the number of updates before the checkpoint that is being written
         self._keep_last: int | None = None
@@ -66,13 +99,11 @@ class Checkpoints:
             The policy's version, which is its number of updates, and the progress that was saved with it.
         """
         folder = self._record.folder
-        updates, progress = 0, Progress()
-        self._check_file_system()
         if self._first_rank:
+            self._check_file_system()
             remove_unfinished(folder.checkpoints)
         loaded = self._load_last_intact()
-        if loaded is not None:
-            updates, progress = loaded
+        updates, progress = loaded or (0, Progress())
         if self._first_rank:
             folder.truncate_records(updates)
         message = f"resumed from {checkpoint_folder(folder, updates)}" if loaded is not None else ""
@@ -80,10 +111,7 @@ class Checkpoints:
         return updates, progress
 
     def _load_last_intact(self) -> tuple[int, Progress] | None:
-        """Load the last intact checkpoint.
-
-        Returns:
-            The policy's version, and the progress that was saved with it; None if there is no checkpoint.
+        """Load the last intact checkpoint; return as `resume`, or None if there is no checkpoint.
 
         Raises:
             BrokenCheckpoint: there are checkpoints, but none is intact.
@@ -119,13 +147,12 @@ class Checkpoints:
     def _check_identity(self, path: Path, step: int) -> None:
         """Check on the first rank that a checkpoint is of this run and step, and was written with its settings.
 
-        Raises:
-            ForeignCheckpoint: on every rank, if it is not.
+        If it is not, `ForeignCheckpoint` is raised on every rank.
         """
         problem, warning = None, ""
-        if self._identity is not None:
+        if self.identity is not None:
             try:
-                warning = self._identity.check(self._record.folder, path)
+                warning = self.identity.check(self._record.folder, path)
             except ForeignCheckpoint as error:
                 problem = str(error)
             except BrokenCheckpoint:  # which loading reports
@@ -153,7 +180,7 @@ class Checkpoints:
             path = checkpoint_folder(self._record.folder, updates)
             self._check_free_space(path, updates)
             with self._recording_failure(path, updates):
-                identity = self._identity.of_step(path, updates) if self._identity is not None else None
+                identity = self.identity.of_step(path, updates) if self.identity is not None else None
                 self._writing = checkpoint.begin(
                     self._models, path, progress.as_json(), self._group, run.async_checkpoints, identity, self._sharding
                 )
@@ -172,11 +199,7 @@ class Checkpoints:
             self.close()
 
     def close(self) -> None:
-        """Finish the checkpoint that is being written.
-
-        Raises:
-            CheckpointWriteError: it could not be written.
-        """
+        """Finish the checkpoint that is being written; raise `CheckpointWriteError` if it could not be written."""
         if self._writing is None:
             return
         path, updates = self._writing.folder, self._updates
@@ -186,14 +209,12 @@ class Checkpoints:
         self._record.event("checkpoint", step=updates, path=str(path))
         if self._keep_last and self._first_rank:
             for step in checkpoint_steps(self._record.folder)[: -self._keep_last]:
-                self._remove(checkpoint_folder(self._record.folder, step), step)
-
-    def _remove(self, path: Path, step: int) -> None:
-        try:
-            remove(path)
-        except OSError as error:  # NFS, for example, keeps files that another process still reads
-            message = f"{path} could not be removed completely: {error.strerror}"
-            self._record.event("checkpoint_left", message, step=step, path=str(path), why=str(error))
+                path = checkpoint_folder(self._record.folder, step)
+                try:
+                    remove(path)
+                except OSError as error:  # NFS, for example, keeps files that another process still reads
+                    message = f"{path} could not be removed completely: {error.strerror}"
+                    self._record.event("checkpoint_left", message, step=step, path=str(path), why=str(error))
 
     @contextmanager
     def _recording_failure(self, path: Path, updates: int) -> Iterator[None]:
@@ -231,7 +252,7 @@ class Checkpoints:
         return steps
 
     def _check_file_system(self) -> None:
-        if self._first_rank and MOUNTS.exists():
+        if MOUNTS.exists():
             path = Path(os.path.realpath(self._record.folder.path))
             kind, message = file_system_warning(path, MOUNTS.read_text(encoding="utf-8"))
             if message:

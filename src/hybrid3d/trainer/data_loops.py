@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch.distributed as dist
 
@@ -24,28 +23,15 @@ from hybrid3d.rl.preferences import PairObjective, PairScores, PreferenceSetting
 from hybrid3d.run.health import Guard
 from hybrid3d.run.live_settings import LiveSettings
 from hybrid3d.run.logger import RunLogger
-from hybrid3d.run.metrics import PhaseTimer, StepMetrics
-from hybrid3d.run.progress import Progress
+from hybrid3d.run.metrics import PhaseTimer, StepMetrics, peak_gb
 from hybrid3d.train.dp_split import shares_of
 from hybrid3d.train.trained_model import PolicyModel, StepReport
-from hybrid3d.trainer.activity import gather_activity
-from hybrid3d.trainer.checkpoints import Checkpoints
+from hybrid3d.trainer.checkpoints import Checkpoints, Progress
 from hybrid3d.trainer.models import BaseOfPolicy
 from hybrid3d.watch.work_meter import record as work_record
 
-
-@dataclass(frozen=True)
-class Update:
-    """The result of a step's update.
-
-    Attributes:
-        metrics: of the policy before the update.
-        tokens: number of the step's tokens, over all ranks.
-    """
-
-    report: StepReport
-    metrics: StepMetrics
-    tokens: int
+Update: TypeAlias = tuple[StepReport, StepMetrics, int]
+"""A step's update: its report, the metrics of the policy before it, and the step's tokens, over all ranks."""
 
 
 class DataUpdates(Protocol):
@@ -53,20 +39,16 @@ class DataUpdates(Protocol):
 
     Attributes:
         data: the files, by the names of `RunLogger.data`.
-        evaluates: whether there is held-out data to evaluate.
     """
 
     @property
     def data(self) -> Mapping[str, PromptData]: ...
 
-    @property
-    def evaluates(self) -> bool: ...
-
     def update(self, step: int, recipe: Recipe, accepts_grad_norm: Callable[[float], bool]) -> Update:
         """Update the policy once."""
 
     def evaluate(self, recipe: Recipe) -> StepMetrics:
-        """Return metrics of the held-out data."""
+        """Return metrics of the held-out data, of which only preference pairs have some."""
 
 
 def train_on_data(
@@ -84,6 +66,7 @@ def train_on_data(
     if it is evaluated.
     """
     record.data(updates.data)
+    evaluates = live.recipe.algorithm.uses_pairs
     work_record.trains(live.recipe, group.rank())
     with checkpoints:
         step, progress = checkpoints.resume()
@@ -93,33 +76,31 @@ def train_on_data(
         while step < (recipe := live.settings_for_step(step)).run.steps:
             work_record.begin_step(step)
             timer, row = PhaseTimer(), dict[str, float](step=step)
-            if updates.evaluates and step % recipe.run.eval_every == 0:
+            if evaluates and step % recipe.run.eval_every == 0:
                 with timer("eval"):
                     row |= updates.evaluate(recipe).reduce(group)
             with timer("train"):
-                update = updates.update(step, recipe, partial(guard.accepts_grad_norm, recipe=recipe))
+                accepts = partial(guard.accepts_grad_norm, recipe=recipe)
+                report, metrics, tokens = updates.update(step, recipe, accepts)
                 policy.end_step()
-            report = update.report
             if not report.updated:
                 guard.record_skip(step, report.grad_norm, recipe)
-            row |= {"train/grad_norm": report.grad_norm, "train/lr": report.lr} | update.metrics.reduce(group)
-            row |= timer.row(update.tokens)
+            row |= {"train/grad_norm": report.grad_norm, "train/lr": report.lr} | metrics.reduce(group)
+            row |= timer.row(tokens)
             record.step(row, recipe.run.steps)
-            activity = gather_activity(timer, group)
-            record.memory(step, activity.peaks)
-            guard.check_bounds(row, activity.peak_gb, recipe)
+            _, peaks = timer.gather(group)
+            record.memory(step, peaks)
+            guard.check_bounds(row, peak_gb(peaks), recipe)
             step += 1
             checkpoints.save_if_due(step, Progress(guard=guard.progress, control=live.control), recipe.run)
-        if updates.evaluates:
+        if evaluates:
             with PhaseTimer()("eval"):
-                metrics = updates.evaluate(recipe).reduce(group)
-            record.step({"step": step} | metrics, recipe.run.steps)
+                held_out = updates.evaluate(recipe).reduce(group)
+            record.step({"step": step} | held_out, recipe.run.steps)
 
 
 class SftUpdates:
     """Updates the policy with the answers of the training data: see `DataUpdates`."""
-
-    evaluates = False
 
     def __init__(self, recipe: Recipe, policy: PolicyModel):
         self._policy, self._tokenizer = policy, read_tokenizer(recipe)
@@ -137,7 +118,7 @@ class SftUpdates:
         num_answer_tokens, metrics = sum(len(example.answer_ids) for example in examples), StepMetrics()
         if policy.is_reporting_rank:
             metrics.sums = {f"train/{key}": value / num_answer_tokens for key, value in report.sums.items()}
-        return Update(report, metrics, sum(map(len, sequences)))
+        return report, metrics, sum(map(len, sequences))
 
     def evaluate(self, recipe: Recipe) -> StepMetrics:
         return StepMetrics()
@@ -150,13 +131,7 @@ class DpoUpdates:
     sequences of its pairs. A rank computes the log-probabilities of all its sequences before the update.
     """
 
-    evaluates = True
-
     def __init__(self, recipe: Recipe, policy: PolicyModel, reference: PolicyModel | BaseOfPolicy | None):
-        """
-        Args:
-            reference: of the policy; None if the loss has none.
-        """
         self._policy, self._tokenizer, self._reference = policy, read_tokenizer(recipe), reference
         train, held_out = read_data(recipe, policy.config, self._tokenizer)
         self._train, self._held_out = train, held_out["eval"]
@@ -180,7 +155,7 @@ class DpoUpdates:
             nll = -sums["chosen_logprob"] * len(pairs) / chosen_tokens
             loss = sums.pop("loss") + settings.sft_coef * nll
             metrics.sums = {"train/loss": loss} | {f"preference/{key}": value for key, value in sums.items()}
-        return Update(report, metrics, sum(len(tokens) for pair in pairs for tokens in pair.trained))
+        return report, metrics, sum(len(tokens) for pair in pairs for tokens in pair.trained)
 
     def evaluate(self, recipe: Recipe) -> StepMetrics:
         """Return the means over all held-out pairs, which are read in batches of a step's size."""

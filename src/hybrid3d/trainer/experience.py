@@ -41,8 +41,17 @@ from hybrid3d.scoring.scorer import Given
 from hybrid3d.train.dp_split import Shares, shares_of, spread_over
 from hybrid3d.train.model_scorer import ModelScorer
 from hybrid3d.trainer.models import Models
-from hybrid3d.trainer.router_replay import expert_metrics, replaying_updates, with_expert_choices
-from hybrid3d.trainer.step_experience import Experience, come_from_update, measure_mismatch, off_policy, weights_of
+from hybrid3d.trainer.step_experience import (
+    COVARIANCE,
+    Experience,
+    come_from_update,
+    expert_metrics,
+    measure_mismatch,
+    off_policy,
+    replaying_updates,
+    weights_of,
+    with_expert_choices,
+)
 
 T = TypeVar("T")
 
@@ -136,8 +145,7 @@ class ExperienceMaker:
     def _policy_scores(self, batch: Batch, recipe: Recipe, needed: bool) -> tuple[Tensor | None, Tensor | None]:
         """Return the policy's log-probabilities, and its entropies where tokens are selected by them.
 
-        Args:
-            needed: without it, the log-probabilities are zeros, which the update is to replace.
+        If the former are not `needed`, they are zeros, which the update is to replace.
         """
         if not needed:
             policy = self.models.policy
@@ -160,9 +168,7 @@ class ExperienceMaker:
         scorer = Given(ModelScorer(self.models.reward_model, recipe, self.pad_id, self.group))
         scores = scorer.score(queries_of(answers, size))
         if scores.failures:
-            told = ", ".join(
-                f"{count} of them {kind} ({scores.examples[kind]})" for kind, count in scores.failures.items()
-            )
+            told = ", ".join(f"{n} of them {kind} ({scores.examples[kind]})" for kind, n in scores.failures.items())
             raise UnusableScore(
                 f"reward.model={recipe.reward.model} gives answers to data.train scores that are no rewards: {told}: a "
                 f"reward is a number of at most {LARGEST_REWARD:g} in magnitude. Check the checkpoint of the reward "
@@ -179,8 +185,7 @@ class ExperienceMaker:
         kl, penalties, mean_kl = None, None, None
         if not experience.old_from_update:
             kl = _kl_to_reference(experience, recipe)
-            answer_kl = self._answer_kl(experience, kl)
-            mean_kl = None if answer_kl is None else self._mean_kl(answer_kl, experience)
+            answer_kl, mean_kl = self._answer_kl(experience, kl)
             if recipe.algorithm.kl.where == "reward" and combined.advantage not in TOKEN_ADVANTAGES:
                 assert answer_kl is not None, "there is a reference"
                 penalties = experience.kl_coef * answer_kl
@@ -197,25 +202,23 @@ class ExperienceMaker:
         advantages, returns = self._token_advantages(experience, local, kl, recipe)
         return replace(experience, answer_kl=mean_kl, advantages=advantages, returns=returns)
 
-    def _answer_kl(self, experience: Experience, kl: Tensor | None) -> Tensor | None:
-        """Return the KL of each answer to the reference, of all ranks, from that of this rank's tokens.
+    def _answer_kl(self, experience: Experience, kl: Tensor | None) -> tuple[Tensor | None, float | None]:
+        """Return the KL of each answer to the reference, of all ranks, from that of this rank's tokens, and its mean.
 
-        None without a reference.
+        Add the mean to the metrics. Both are None without a reference.
         """
         if self.models.reference is None:
-            return None
+            return None, None
         of_rows = torch.tensor(self._gather_rows(None if kl is None else kl.sum(1, dtype=torch.float64).tolist()))
         numbers = torch.empty(len(of_rows), dtype=torch.long)
         for share, of_share in zip(self._shares, experience.answers, strict=True):
             numbers[share] = of_share
         answers = sum(not sample.branch for sample in experience.samples)
         found = torch.zeros(answers, dtype=torch.float64)
-        return found.index_add(0, numbers.clamp(min=0), of_rows.double())  # of what only fills the batch it is zero
-
-    def _mean_kl(self, answer_kl: Tensor, experience: Experience) -> float:
-        mean_kl = float(answer_kl.mean())
+        found = found.index_add(0, numbers.clamp(min=0), of_rows.double())  # of what only fills the batch it is zero
+        mean_kl = float(found.mean())
         experience.metrics.replicated |= {"train/answer_kl": mean_kl, "train/kl_coef": experience.kl_coef}
-        return mean_kl
+        return found, mean_kl
 
     def _scores(
         self, samples: Sequence[Sample], step: int, recipe: Recipe, metrics: StepMetrics
@@ -271,7 +274,10 @@ class ExperienceMaker:
                 local = Moments.from_values(advantages, experience.mask)
             moments = Moments.merge(gather_objects(local, self.group))
             advantages = None if advantages is None else moments.normalise(advantages, mask)
-        return _as_float32(advantages), _as_float32(returns)
+        return (
+            None if advantages is None else advantages.float(),
+            None if returns is None else returns.float(),
+        )
 
     def _with_weights(self, experience: Experience, step: int, recipe: Recipe) -> Experience:
         """Return experience with the weights of tokens that the mismatch of vLLM and training implies, and a selection.
@@ -283,47 +289,35 @@ class ExperienceMaker:
             weights = weights_of(experience, old, slice(None), recipe)
             experience = replace(experience, correction=weights)
         if not experience.old_from_update:
-            total = self._measure_off_policy(experience, experience.metrics)
-            experience = self._with_normalized_weights(experience, total, recipe)
-            if self._reports(experience):
-                experience.metrics.update(measure_mismatch(experience, recipe))
+            experience = self._measure_mismatch(experience, recipe)
         fraction, kind = algorithm.high_entropy_fraction, algorithm.combination.policy_loss
         if fraction is not None:
             kept = self._select(experience, experience.entropy, lambda values, _: high_entropy(values, fraction))
             before = experience.correction
             experience = replace(experience, correction=kept if before is None or kept is None else before * kept)
         selected = None
-        if kind in ("clip_cov", "kl_cov"):
+        if kind in COVARIANCE:
             selected = self._select(experience, experience.old, partial(_by_covariance, recipe=recipe, step=step))
         return replace(experience, selected=selected)
 
-    def _with_normalized_weights(self, experience: Experience, total: OffPolicy, recipe: Recipe) -> Experience:
-        weights = experience.correction
-        if weights is None or not recipe.algorithm.correction.normalize or total.weight <= 0:
-            return experience
-        return replace(experience, correction=weights * (total.trained / total.weight))
-
-    def _reports(self, experience: Experience) -> bool:
-        return experience.old is not None and self.models.policy.is_reporting_rank
-
-    def _measure_off_policy(self, experience: Experience, metrics: StepMetrics) -> OffPolicy:
-        """Add the metrics of how far the samples of all ranks are from the policy; return the sums."""
-        local = off_policy(experience) if self._reports(experience) else OffPolicy()
+    def _measure_mismatch(self, experience: Experience, recipe: Recipe) -> Experience:
+        """Add the metrics of how far the samples of all ranks are from the policy; return normalized weights."""
+        metrics, weights = experience.metrics, experience.correction
+        reports = experience.old is not None and self.models.policy.is_reporting_rank
+        local = off_policy(experience) if reports else OffPolicy()
         total = sum(gather_objects(local, self.group), OffPolicy())
         metrics.replicated |= {f"mismatch/{name}": value for name, value in total.metrics.items()}
-        return total
+        if weights is not None and recipe.algorithm.correction.normalize and total.weight > 0:
+            experience = replace(experience, correction=weights * (total.trained / total.weight))
+        if reports:
+            metrics.update(measure_mismatch(experience, recipe))
+        return experience
 
     def measure_update(self, experience: Experience, recipe: Recipe) -> Experience:
-        """Return experience with the KL of an answer, after the update has filled in `old`, and with its metrics only.
-
-        All ranks call it together.
-        """
+        """Return experience with the KL of an answer, after the update has filled in `old`, and its metrics only."""
         experience = replace(experience, metrics=StepMetrics())
-        answer_kl = self._answer_kl(experience, _kl_to_reference(experience, recipe))
-        mean_kl = None if answer_kl is None else self._mean_kl(answer_kl, experience)
-        self._measure_off_policy(experience, experience.metrics)
-        if self._reports(experience):
-            experience.metrics.update(measure_mismatch(experience, recipe))
+        _, mean_kl = self._answer_kl(experience, _kl_to_reference(experience, recipe))
+        self._measure_mismatch(experience, recipe)
         return replace(experience, answer_kl=mean_kl)
 
     def _select(
@@ -352,8 +346,7 @@ class ExperienceMaker:
     def _gather_rows(self, values: Sequence[T] | None) -> list[T]:
         """Gather a value for each row of each data-parallel rank's share; return those of all rows, on every rank.
 
-        Args:
-            values: None on ranks without the output layer.
+        Ranks without the output layer have no `values`.
         """
         policy, found = self.models.policy, dict[int, T]()
         reports = values is not None and policy.is_reporting_rank
@@ -391,7 +384,3 @@ def _bounded_rewards(rewards: Sequence[float], lengths: Sequence[int], recipe: R
     if reward.overlong_buffer:
         scores = scores + torch.tensor(_overlong_penalties(lengths, recipe), dtype=torch.float64)
     return scores.clamp(reward.min, reward.max) if (reward.min, reward.max) != (None, None) else scores
-
-
-def _as_float32(values: Tensor | None) -> Tensor | None:
-    return None if values is None else values.float()

@@ -37,10 +37,9 @@ def export(
     merged: bool,
     start: RankStart,
 ) -> None:
-    """Write a checkpoint as a Hugging Face checkpoint; every rank writes the boxes that it holds.
+    """Write a checkpoint as a Hugging Face checkpoint, or adapters that are not `merged` in PEFT's format.
 
-    Args:
-        merged: of a policy with adapters, write the model with them, and not the adapters in PEFT's format.
+    Every rank writes the boxes that it holds.
     """
     from hybrid3d.train.megatron import checkpoint, runtime
     from hybrid3d.train.megatron.policy import Policy
@@ -75,11 +74,8 @@ def write_export(
 ) -> tuple[Mapping[str, TensorEntry], list[str]]:
     """Write the weights of a policy as a Hugging Face checkpoint into a folder; every rank writes the boxes it holds.
 
-    Args:
-        source: the checkpoint that the policy started from.
-
     Returns:
-        The tensors of the export, and the names of those that are untrained copies from the source.
+        The tensors of the export, and the names of those that are untrained copies from `source`, its first checkpoint.
     """
     config, family, own = policy.config, family_of(policy.config), policy.own_source()
     entries = export_entries(source, config)
@@ -102,11 +98,7 @@ def write_export(
 
 
 def _with_copies(held: Holdings, copies: Mapping[str, str]) -> Holdings:
-    """Return holdings in which tensors are also pieces of their copies.
-
-    Args:
-        copies: the copied tensor of each copy, by name.
-    """
+    """Return holdings in which tensors, the values of `copies`, are also pieces of their copies, the keys."""
     found = [replace(p, name=copy) for copy, name in copies.items() for p in held.pieces if p.name == name]
     return Holdings((*held.pieces, *found))
 

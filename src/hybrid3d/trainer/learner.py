@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -15,42 +16,11 @@ from hybrid3d.rl.losses import answer_weights
 from hybrid3d.rl.objective import KlSettings, LossSettings, PolicyObjective, ValueObjective
 from hybrid3d.run.health import Guard
 from hybrid3d.run.metrics import StepMetrics
-from hybrid3d.run.progress import Progress
 from hybrid3d.train.trained_model import BucketHook, StepReport
+from hybrid3d.trainer.checkpoints import Progress
 from hybrid3d.trainer.experience import ExperienceMaker
 from hybrid3d.trainer.models import Models
-from hybrid3d.trainer.step_experience import Experience, FillOldLogprobs
-
-
-class _Updates:
-    """The reports of a model's updates within one step."""
-
-    def __init__(self) -> None:
-        self._sums: Counter[str] = Counter()
-        self._norms: list[float] = []
-        self._tokens = 0
-        self._lr = 0.0
-
-    @property
-    def count(self) -> int:
-        """How many there were."""
-        return len(self._norms)
-
-    def add(self, report: StepReport, tokens: int) -> None:
-        """Add an update on this many tokens of all ranks."""
-        self._sums.update(report.sums)
-        self._norms.append(report.grad_norm)
-        self._tokens += tokens
-        self._lr = report.lr
-
-    def metrics(self, group: str, reports: bool) -> StepMetrics:
-        """Return the metrics `<group>/*`; means over tokens on a rank that reports."""
-        found, norms = StepMetrics(), self._norms
-        if norms:
-            found.replicated = {f"{group}/lr": self._lr, f"{group}/grad_norm": sum(norms) / len(norms)}
-        if reports:
-            found.sums = {f"{group}/{key}": value / max(self._tokens, 1) for key, value in self._sums.items()}
-        return found
+from hybrid3d.trainer.step_experience import Experience, fill_old_logprobs
 
 
 class Learner:
@@ -76,11 +46,7 @@ class Learner:
         self._guard.restore(progress.guard)
 
     def make_experience(self, batch: RolloutBatch, step: int, recipe: Recipe) -> Experience:
-        """Compute log-probabilities, values, advantages and corrections of this rank's share of a step's samples.
-
-        Raises:
-            EngineMismatch: at the first step, training and vLLM do not compute the same model.
-        """
+        """Compute this rank's share of a step's experience; raises as `ExperienceMaker.make`."""
         return self._experience.make(batch, step, recipe, self._kl.coef_under(recipe.algorithm.kl.coef))
 
     def update(
@@ -98,19 +64,21 @@ class Learner:
         """
         algorithm = recipe.algorithm
         updates = algorithm.epochs * algorithm.minibatches
-        trains_policy = self._trains_policy(step, recipe)
+        trains_policy = self._critic is None or step >= recipe.critic.warmup_steps
         if not experience.old_from_update:
             self._update_kl_coef(experience, step, recipe, trains_policy)
-        done = {"critic": _Updates(), "train": _Updates()}
+        done: dict[str, list[tuple[StepReport, int]]] = {"critic": [], "train": []}
+        size = len(experience.batch) // algorithm.minibatches  # `shares_of` orders a rank's samples by minibatch
         for number in range(updates):
-            rows = _minibatch(experience, number % algorithm.minibatches, algorithm.minibatches)
+            first = size * (number % algorithm.minibatches)
+            rows = slice(first, first + size)
             batch = replace(experience.batch, response_mask=experience.mask)[rows]
             tokens = int(experience.trained_lengths[:, rows].sum())
             if self._critic is not None:
                 accepts = partial(self._guard.accepts_grad_norm, recipe=recipe, model="critic")
                 of_values = _value_objective(experience, rows, recipe)
                 report = self._critic.train_step(batch, of_values, recipe, accepts_grad_norm=accepts)
-                done["critic"].add(report, tokens)
+                done["critic"].append((report, tokens))
                 if not report.updated:
                     self._guard.record_skip(step, report.grad_norm, recipe, model="critic")
                     break
@@ -119,7 +87,7 @@ class Learner:
                 accepts = partial(self._guard.accepts_grad_norm, recipe=recipe)
                 objective = self._policy_objective(experience, rows, recipe)
                 report = self._policy.train_step(batch, objective, recipe, hook, accepts)
-                done["train"].add(report, tokens)
+                done["train"].append((report, tokens))
                 if not report.updated:
                     self._guard.record_skip(step, report.grad_norm, recipe)
                     break
@@ -128,20 +96,16 @@ class Learner:
                 model.end_step()
         metrics = StepMetrics()
         for group, group_updates in done.items():
-            metrics.update(group_updates.metrics(group, self._policy.is_reporting_rank))
+            metrics.update(_metrics_of(group, group_updates, self._policy.is_reporting_rank))
         if experience.old_from_update:
-            if not done["train"].count:  # as the critic's gradient was not accepted
-                self._fill_by_pass(experience, recipe)
+            if not done["train"]:  # as the critic's gradient was not accepted: the policy is unchanged
+                logprobs = self._policy.logprobs(experience.batch, recipe)
+                if logprobs is not None:
+                    fill_old_logprobs(logprobs, slice(None), experience, recipe)
             experience = self._experience.measure_update(experience, recipe)
             self._update_kl_coef(experience, step, recipe, trains_policy)
             metrics.update(experience.metrics)
         return metrics
-
-    def _fill_by_pass(self, experience: Experience, recipe: Recipe) -> None:
-        """Fill in what the update should have, with a policy that it has not changed."""
-        logprobs = self._policy.logprobs(experience.batch, recipe)
-        if logprobs is not None:
-            FillOldLogprobs(experience, recipe)(logprobs, slice(None))
 
     def _update_kl_coef(self, experience: Experience, step: int, recipe: Recipe, trains_policy: bool) -> None:
         kl = recipe.algorithm.kl
@@ -151,11 +115,8 @@ class Learner:
                 self._kl.observe(experience.answer_kl, sum(not sample.branch for sample in experience.samples))
             self._guard.freeze_kl_coef(step, experience.answer_kl, self._kl, recipe)
 
-    def _trains_policy(self, step: int, recipe: Recipe) -> bool:
-        return self._critic is None or step >= recipe.critic.warmup_steps
-
     def _policy_objective(self, experience: Experience, rows: slice, recipe: Recipe) -> PolicyObjective | None:
-        algorithm, mask = recipe.algorithm, experience.mask
+        algorithm, kl, mask = recipe.algorithm, recipe.algorithm.kl, experience.mask
         if experience.old is None or experience.advantages is None:
             return None
         assert recipe.rollout is not None, "checked when the recipe was read"
@@ -169,7 +130,8 @@ class Learner:
         ).reshape(lengths.shape)[self._policy.data_parallel_rank]
         old = experience.rollout if algorithm.correction.bypass else experience.old
         assert old is not None, "each rank has what vLLM computed"
-        reference = experience.reference if algorithm.kl.where == "loss" else None
+        reference = experience.reference if kl.where == "loss" else None
+        fill = partial(fill_old_logprobs, experience=experience, recipe=recipe)
         return PolicyObjective(
             advantages=experience.advantages[rows],
             mask=mask[rows],
@@ -179,10 +141,24 @@ class Learner:
             selected=None if experience.selected is None else experience.selected[rows],
             weights=None if experience.correction is None else experience.correction[rows],
             ref_logprobs=None if reference is None else reference[rows],
-            kl=_kl_settings(recipe, experience.kl_coef),
+            kl=KlSettings(experience.kl_coef, kl.effective_estimator, kl.effective_clamp, kl.ratio_weighted),
             entropy_coef=algorithm.entropy_coef,
-            fill=FillOldLogprobs(experience, recipe) if experience.old_from_update else None,
+            fill=fill if experience.old_from_update else None,
         )
+
+
+def _metrics_of(group: str, updates: Sequence[tuple[StepReport, int]], reports: bool) -> StepMetrics:
+    """Return the metrics `<group>/*` of updates, each with its tokens; means over tokens on a rank that reports."""
+    found, sums = StepMetrics(), Counter[str]()
+    if updates:
+        norms = [report.grad_norm for report, _ in updates]
+        found.replicated = {f"{group}/lr": updates[-1][0].lr, f"{group}/grad_norm": sum(norms) / len(norms)}
+    if reports:
+        for report, _ in updates:
+            sums.update(report.sums)
+        tokens = max(sum(tokens for _, tokens in updates), 1)
+        found.sums = {f"{group}/{key}": value / tokens for key, value in sums.items()}
+    return found
 
 
 def _loss_settings(recipe: Recipe) -> LossSettings:
@@ -198,17 +174,6 @@ def _loss_settings(recipe: Recipe) -> LossSettings:
         cov_kl_coef=loss.cov_kl_coef,
         max_ratio=loss.max_ratio,
     )
-
-
-def _kl_settings(recipe: Recipe, coef: float) -> KlSettings:
-    kl = recipe.algorithm.kl
-    return KlSettings(coef, kl.effective_estimator, kl.effective_clamp, kl.ratio_weighted)
-
-
-def _minibatch(experience: Experience, number: int, minibatches: int) -> slice:
-    """Return this rank's rows of a minibatch; `shares_of` orders a rank's samples by minibatch."""
-    each = len(experience.batch) // minibatches
-    return slice(number * each, (number + 1) * each)
 
 
 def _value_objective(experience: Experience, rows: slice, recipe: Recipe) -> ValueObjective | None:

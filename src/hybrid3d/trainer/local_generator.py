@@ -17,15 +17,14 @@ from hybrid3d.generation.samples import RolloutBatch
 from hybrid3d.process import new_engine_name
 from hybrid3d.reshard.move.device import device
 from hybrid3d.rollout.engine import RolloutEngine
-from hybrid3d.run.memory import meter
-from hybrid3d.run.metrics import StepMetrics
-from hybrid3d.run.progress import Progress
+from hybrid3d.run.metrics import StepMetrics, meter
 from hybrid3d.sync import SyncReport, policy_sync
 from hybrid3d.train.trained_model import BucketHook
-from hybrid3d.trainer.scorers import make_scorers
+from hybrid3d.trainer.checkpoints import Progress
 from hybrid3d.trainer.trainer import GeneratorInputs
 from hybrid3d.watch.work_meter import record as work_record
-from hybrid3d.workers.roles import WorkerServer
+from hybrid3d.workers.loop import WorkerServer
+from hybrid3d.workers.reward import make_scorers
 
 
 class LocalGenerator:
@@ -48,12 +47,7 @@ class LocalGenerator:
         workers: WorkerServer | None = None,
         start: int = 0,
     ):
-        """
-        Args:
-            slots: the slot of each rank in the rollout layout.
-            workers: on the first rank, the ranks that do not train, if there are any.
-            start: number of this start of these ranks.
-        """
+        """`slots` has the slot of each rank in the rollout layout; `start` is the number of this start of the ranks."""
         self._policy, self._overlaps = inputs.policy, inputs.overlaps
         inputs.policy.offload(recipe.train)  # vLLM sizes its memory by what is free when it starts
         weights = weights_group(group, device())  # not later, for the same reason

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,8 @@ from hybrid3d.train.megatron.policy import Policy
 from hybrid3d.train.megatron.value_model import ValueModel
 from hybrid3d.train.trained_model import PolicyModel, ScoringModel, TrainedModel
 
+T = TypeVar("T")
+
 SEQUENCES_PER_REQUEST, REQUESTS_AT_ONCE = 8, 8
 
 
@@ -34,16 +37,11 @@ class ServedTeacher:
     """
 
     def __init__(self, recipe: Recipe, policy: PolicyModel, group: dist.ProcessGroup):
-        """Ask the server for its model's name.
-
-        Raises:
-            EndpointError: on every rank, if one of them gets no answer.
-        """
+        """Ask the server for its model's name; raises as `logprobs`."""
         url = recipe.algorithm.kl.endpoint
         assert url is not None, "built where the recipe has one"
         self._server, self._policy, self._group = Completions(url, "algorithm.kl.endpoint"), policy, group
-        self._model = ""
-        self._agree(self._ask_name)
+        self._model = self._agree(self._server.model) or ""
 
     def logprobs(self, batch: Batch, recipe: Recipe) -> Tensor | None:
         """Return the log-probability of every token given those before it, [B, T], 0 after a sequence's end.
@@ -61,20 +59,18 @@ class ServedTeacher:
         self._policy.spread(found)
         return found
 
-    def _agree(self, ask: Callable[[], None]) -> None:
+    def _agree(self, ask: Callable[[], T]) -> T | None:
         """Call a function on the ranks that ask, and raise on all ranks the first error that one of them gets."""
-        said = ""
+        said, answer = "", None
         if self._policy.is_reporting_rank:
             try:
-                ask()
+                answer = ask()
             except EndpointError as error:
                 said = str(error)
         errors = [*filter(None, gather_objects(said, self._group))]
         if errors:
             raise EndpointError(errors[0])
-
-    def _ask_name(self) -> None:
-        self._model = self._server.model()
+        return answer
 
     def _fill(self, found: Tensor, batch: Batch) -> None:
         """Write the log-probabilities of a batch's sequences into `found`, [B, T]."""

@@ -18,17 +18,15 @@ from hybrid3d.generation.evaluation import EvalResult
 from hybrid3d.generation.replicas import NoReplicas
 from hybrid3d.generation.rollouts import FailedRewards, PartialRollouts, Rollouts, make_rollouts
 from hybrid3d.generation.samples import RolloutBatch, held_samples
-from hybrid3d.run.logger import RunLogger
 from hybrid3d.run.metrics import StepMetrics
-from hybrid3d.run.progress import Progress
-from hybrid3d.scoring.code import sandbox
 from hybrid3d.sync import Sync, SyncReport, policy_sync
 from hybrid3d.sync.elastic import ElasticSync, Members
 from hybrid3d.train.trained_model import BucketHook
-from hybrid3d.trainer.scorers import make_scorers
+from hybrid3d.trainer.checkpoints import Progress
 from hybrid3d.trainer.trainer import GeneratorInputs
 from hybrid3d.workers.engines import Engines
-from hybrid3d.workers.roles import WorkerServer
+from hybrid3d.workers.loop import WorkerServer
+from hybrid3d.workers.reward import make_scorers
 
 T = TypeVar("T")
 
@@ -47,8 +45,7 @@ class GenerationAhead:
         self._error: BaseException | None = None  # of the thread
 
     def __len__(self) -> int:
-        """The number of steps whose samples are there."""
-        return len(self._ahead)
+        return len(self._ahead)  # the steps whose samples are there
 
     def next_batch(self, version: int, batch: int, recipe: Recipe) -> RolloutBatch:
         """Return the samples of a step, generated before or now; arguments and errors as `Rollouts.generate_batch`."""
@@ -97,7 +94,6 @@ class GenerationAhead:
                 break
 
     def _generate(self, version: int, recipe: Recipe) -> RolloutBatch:
-        """Generate the samples of the first step that has none yet."""
         generated = self._rollouts.generate_batch(version, self._next_batch, recipe)
         self._next_batch += generated.batches
         return generated
@@ -115,15 +111,10 @@ class RemoteGenerator:
         recipe: Recipe,
         group: dist.ProcessGroup,
         store: Store,
-        record: RunLogger,
         workers: WorkerServer | None,
     ):
-        """
-        Args:
-            group: the ranks that train; the default group.
-            workers: on the first rank, the ranks that do not train.
-        """
-        self._group, self._record, self._overlaps = group, record, inputs.overlaps
+        """`group` has the ranks that train; `workers` are those that do not, on the first rank."""
+        self._group, self._overlaps = group, inputs.overlaps
         self._engines = None if workers is None else workers.engines
         if workers is not None and self._engines is not None:
             scorers = make_scorers(recipe, self._engines, workers.reward_workers, None)
@@ -137,7 +128,6 @@ class RemoteGenerator:
 
         self._sync = ElasticSync(store, make_sync)
         self._begun: Members | None = None  # of a sync that has begun during an update
-        self._synced_before = False
 
     def sync(self, version: int, recipe: Recipe) -> SyncReport:
         """Sync to this version, or finish the overlapped sync to it; again without ranks that are lost meanwhile."""
@@ -145,13 +135,13 @@ class RemoteGenerator:
         failed: Counter[tuple[int, ...]] = Counter()
         while True:
             if members is None:
-                members = self._begin_sync(version, recipe)
-            report, others = self._sync.finish(), StepMetrics()
-            found = others if self._engines is None else self._engines.finish_sync()
+                members = self._from_first(lambda engines: engines.members(recipe.active_generation_ranks))
+                self._begin_sync(members, version, recipe)
+            report = self._sync.finish()
+            found = StepMetrics() if self._engines is None else self._engines.finish_sync()
             if all_reduce_min(int(report is not None and found is not None), self._group):
                 assert report is not None
                 assert found is not None
-                self._record_start(recipe)
                 return replace(report, of_engines=found)
             self._sync.leave()
             if self._engines is not None:
@@ -164,21 +154,11 @@ class RemoteGenerator:
     def begin(self) -> None:
         pass
 
-    def _begin_sync(self, version: int, recipe: Recipe) -> Members:
+    def _begin_sync(self, members: Members, version: int, recipe: Recipe) -> None:
         verify = is_due(recipe.sync.verify, version)
-        members = self._from_first(lambda engines: engines.members(recipe.active_generation_ranks))
         if self._engines is not None:
             self._engines.begin_sync(members, version, verify)
         self._sync.begin(members, version, verify)
-        return members
-
-    def _record_start(self, recipe: Recipe) -> None:
-        """Record, after the first sync, what the ranks that generate have said of themselves."""
-        generation_scores = recipe.reward.name == "code" and recipe.scoring_role == "generation"
-        if not self._synced_before and self._engines is not None and generation_scores:
-            confined_by = self._engines.confined_by or ""
-            self._record.event("sandbox", sandbox.warning(confined_by), confined_by=confined_by)
-        self._synced_before = True
 
     def _from_first(self, work: Callable[[Engines], T]) -> T:
         """Return what the first rank finds, or raise the error that it has and that all ranks are to raise."""
@@ -241,16 +221,14 @@ class RemoteGenerator:
         active = recipe.active_generation_ranks
         if not self._overlaps or not self._from_first(lambda engines: engines.unchanged(active)):
             return None
-        members, verify = self._sync.members, is_due(recipe.sync.verify, version)
+        members = self._sync.members
         if not members:
             return None
 
         def hook(bucket: int, last: bool) -> None:
             if bucket == 0:
                 self._begun = members
-                if self._engines is not None:
-                    self._engines.begin_sync(members, version, verify)
-                self._sync.begin(members, version, verify)
+                self._begin_sync(members, version, recipe)
             self._sync.bucket_ready(bucket, last)
 
         return hook

@@ -25,9 +25,9 @@ from hybrid3d.run.folder import checkpoint_folder, recorded_folder
 from hybrid3d.run.health import MAX_EXPLAINED_MISMATCH, Guard, least_precise
 from hybrid3d.run.live_settings import override_settings
 from hybrid3d.run.logger import RunLogger
-from hybrid3d.run.progress import Progress
 from hybrid3d.train.megatron import checkpoint
 from hybrid3d.train.megatron.policy import Policy
+from hybrid3d.trainer.checkpoints import Progress
 from hybrid3d.trainer.learner import Learner
 from hybrid3d.trainer.models import Models
 from hybrid3d.trainer.step_recorder import StepCapture
@@ -130,7 +130,7 @@ def _replay_step(
 ) -> StepRecord | None:
     """Do a recorded step again; return its record on the first rank, with the recorded settings but for `train`."""
     experience = learner.make_experience(recorded.generated, recorded.step, recipe)
-    capture = StepCapture(models.trained, learner.progress, models.policy.is_reporting_rank, group)
+    capture = StepCapture(models, learner.progress, group)
     metrics = experience.metrics
     metrics.update(learner.update(experience, recorded.step, recipe))
     settings = replace(recorded.settings, train=recipe.train)
@@ -140,12 +140,6 @@ def _replay_step(
 def _summation(recipe: Recipe) -> Any:
     """Return the settings of `train` that decide on the order of sums."""
     return replace(recipe.train, offload_parameters=False, offload_gradients=False, offload_optimizer=False)
-
-
-def _explained(settings: Recipe, has_experts: bool) -> float:
-    """Return the mean difference of log-probabilities, in nats, that rounding in training with a recipe explains."""
-    dtype, _ = least_precise(training_recipe(settings))
-    return MAX_EXPLAINED_MISMATCH[dtype][has_experts]
 
 
 def _report(
@@ -162,6 +156,7 @@ def _report(
         if name in replayed.token_values
     }
     keys = sorted(recorded.metrics.keys() | replayed.metrics.keys())
+    dtypes = [least_precise(training_recipe(one.settings))[0] for one in (recorded, replayed)]
     return ReplayReport(
         start=start,
         step=recorded.step,
@@ -169,17 +164,13 @@ def _report(
         metrics={key: (recorded.metrics.get(key), replayed.metrics.get(key)) for key in keys},
         largest={name: float(gap.max(initial=0.0)) for name, gap in gaps.items()},
         mean_logprob_difference=float(gaps["logprobs"].mean(dtype=np.float64)),
-        bound=max(_explained(one.settings, has_experts) for one in (recorded, replayed)),
+        bound=max(MAX_EXPLAINED_MISMATCH[dtype][has_experts] for dtype in dtypes),
         difference=earlier or first_difference(recorded, replayed),
     )
 
 
 def print_replay(report: Mapping[str, Any], console: Console) -> None:
-    """Print a replay's metrics beside the recorded ones, and what was found.
-
-    Args:
-        report: as `ReplayReport.as_json` returns it.
-    """
+    """Print a replay, as `ReplayReport.as_json` returns it: metrics beside the recorded ones, and what was found."""
     table = Table("metric", "recorded", "replayed", "difference")
     for key, values in report["metrics"].items():
         a, b = values["recorded"], values["replayed"]

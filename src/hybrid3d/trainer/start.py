@@ -26,12 +26,13 @@ from hybrid3d.run.logger import Display, RunLogger
 from hybrid3d.run.oom_recovery import OomRecovery, find_out_of_memory
 from hybrid3d.scoring.code import sandbox
 from hybrid3d.watch.heartbeat import enter_phase
-from hybrid3d.workers.loop import run_worker
+from hybrid3d.workers.loop import WorkerServer, run_worker
 
 if TYPE_CHECKING:
     from hybrid3d.run.health import Guard
     from hybrid3d.run.live_settings import LiveSettings
     from hybrid3d.train.trained_model import TrainedModels
+    from hybrid3d.trainer.checkpoints import Checkpoints
     from hybrid3d.trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -108,11 +109,7 @@ def replay(
     as_json: bool,
     this: RankStart,
 ) -> bool:
-    """Do the recorded steps from `start` to `step` again, write and print the result.
-
-    Returns:
-        Whether the result is as recorded, on every rank.
-    """
+    """Do the recorded steps from `start` to `step` again, print the result, and return whether it is as recorded."""
     rank, console = this.rank, this.console
     group = start_training(recipe, this)
     from hybrid3d.trainer.replay import print_replay
@@ -164,14 +161,12 @@ def _make_trainer(
 
     workers, attempt = None, start.progress.restart_count
     if group.rank() == 0 and (recipe.is_split or recipe.has_workers):
-        from hybrid3d.workers.roles import WorkerServer
-
         workers = WorkerServer(recipe, start.store, record, attempt)
     make: MakeGenerator
     if recipe.is_split:
         from hybrid3d.trainer.remote_generator import RemoteGenerator
 
-        make = partial(RemoteGenerator, recipe=recipe, group=group, store=start.store, record=record, workers=workers)
+        make = partial(RemoteGenerator, recipe=recipe, group=group, store=start.store, workers=workers)
     else:
         from hybrid3d.trainer.local_generator import LocalGenerator
 
@@ -183,7 +178,6 @@ def _train_rl(
     live: LiveSettings, record: RunLogger, start: RankStart, group: dist.ProcessGroup, slots: Sequence[int]
 ) -> None:
     from hybrid3d.run.health import Guard
-    from hybrid3d.trainer.checkpoints import Checkpoints
     from hybrid3d.trainer.rl import train_rl
     from hybrid3d.trainer.step_log import StepLog
     from hybrid3d.trainer.step_recorder import StepRecorder
@@ -193,10 +187,8 @@ def _train_rl(
     models = trainer.models
     assert models is not None, "with a guard it trains"
     record.data({"train": trainer.train, **trainer.held_out})
-    identity = _identity(live, record, group)
-    sharding = _decide_sharding(recipe, models.trained, record, group)
-    checkpoints = Checkpoints(models.trained, record, group, identity, sharding)
-    recorder = StepRecorder(models.trained, models.policy.is_reporting_rank, record.folder, group, identity)
+    checkpoints = _make_checkpoints(live, models.trained, record, group)
+    recorder = StepRecorder(models, record.folder, group, checkpoints.identity)
     train_rl(trainer, live, checkpoints, StepLog(trainer, record, recorder, guard, group))
 
 
@@ -205,7 +197,6 @@ def _train_on_data(
 ) -> None:
     from hybrid3d.run.health import Guard
     from hybrid3d.train.megatron.policy import Policy
-    from hybrid3d.trainer.checkpoints import Checkpoints
     from hybrid3d.trainer.data_loops import DataUpdates, DpoUpdates, SftUpdates, train_on_data
     from hybrid3d.trainer.models import reference_of
 
@@ -217,15 +208,17 @@ def _train_on_data(
         updates = DpoUpdates(recipe, policy, reference_of(recipe, policy, rank) if uses_reference else None)
     else:
         updates = SftUpdates(recipe, policy)
-    identity = _identity(live, record, group)
-    sharding = _decide_sharding(recipe, {"policy": policy}, record, group)
-    checkpoints = Checkpoints({"policy": policy}, record, group, identity, sharding)
+    checkpoints = _make_checkpoints(live, {"policy": policy}, record, group)
     train_on_data(updates, policy, live, guard, checkpoints, record, group)
 
 
-def _identity(live: LiveSettings, record: RunLogger, group: dist.ProcessGroup) -> RunIdentity | None:
-    """Return the identity of a run on the first rank, which writes it, and None on the others."""
-    return RunIdentity.of_run(record.folder, live.initial_recipe) if group.rank() == 0 else None
+def _make_checkpoints(
+    live: LiveSettings, models: TrainedModels, record: RunLogger, group: dist.ProcessGroup
+) -> Checkpoints:
+    from hybrid3d.trainer.checkpoints import Checkpoints
+
+    identity = RunIdentity.of_run(record.folder, live.initial_recipe) if group.rank() == 0 else None
+    return Checkpoints(models, record, group, identity, _decide_sharding(live.recipe, models, record, group))
 
 
 def training_ranks_here(recipe: Recipe) -> int:
@@ -235,9 +228,7 @@ def training_ranks_here(recipe: Recipe) -> int:
 
 
 def _decide_sharding(recipe: Recipe, models: TrainedModels, record: RunLogger, group: dist.ProcessGroup) -> str:
-    """Return how checkpoints save optimizers, by the memory of the nodes that the run is on.
-
-    It is the same on all ranks of the group, which call this together.
+    """Return how checkpoints save optimizers, by the memory of the nodes that the run is on; the same on all ranks.
 
     Raises:
         RecipeError: `dp_reshardable` is set, and ranks have no part of a bucket.
@@ -258,12 +249,11 @@ def _decide_sharding(recipe: Recipe, models: TrainedModels, record: RunLogger, g
             fix = "lower train.dp, or set run.optimizer_sharding=fully_reshardable"
             raise RecipeError(recipe.name, [f"run.optimizer_sharding={sharding}: {problem}: {fix}"])
         sharding = FULLY_RESHARDABLE
-    fields = {"sharding": sharding, "gathered_bytes": needed, "node_bytes": memory}
     message = ""
     if sharding == DP_RESHARDABLE and recipe.run.optimizer_sharding == "auto":
         message = (
             f"checkpoints save each rank's shard of the optimizer (dp_reshardable), as gathered they would take "
             f"{needed / 1e9:.0f} GB of a node's {memory / 1e9:.0f} GB: only train.dp can differ where they are loaded"
         )
-    record.event("optimizer_sharding", message, **fields)
+    record.event("optimizer_sharding", message, sharding=sharding, gathered_bytes=needed, node_bytes=memory)
     return sharding

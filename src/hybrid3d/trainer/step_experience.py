@@ -1,4 +1,4 @@
-"""Experience: what an update needs of a step's samples, and what is measured with the policy before the update.
+"""Experience: what an update needs of a step's samples, what is measured with the policy before it, and router replay.
 
 The policy's log-probabilities before an update take a pass of their own, unless the update's forward pass is the only
 one and nothing needs them before: then that pass computes them. The two passes compute the same, so that the first
@@ -7,7 +7,8 @@ update's ratio is 1 with either.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from hybrid3d.generation.samples import Sample
 from hybrid3d.rl.batch import Batch, Rows
 from hybrid3d.rl.correction import OffPolicy, correction_weights, mismatch, mismatch_by_position, tokens_by_position
 from hybrid3d.run.metrics import StepMetrics
+from hybrid3d.train.trained_model import PolicyModel
+
+COVARIANCE = ("clip_cov", "kl_cov")  # policy losses that treat tokens apart by their covariance
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +41,7 @@ class Experience:
         mask: 1 at the tokens that are trained: those of the policy in the rows that are.
         rollout, old, reference: log-probabilities by vLLM, by the policy before the update and by the reference policy.
         kl_coef: coefficient of the KL to the reference.
-        old_from_update: whether the update's own forward pass fills in `old` and `correction` (`FillOldLogprobs`).
+        old_from_update: whether the update's own forward pass fills in `old` and `correction` (`fill_old_logprobs`).
         entropy: of the policy's distributions, where tokens are selected by it.
         answer_kl: the mean KL of an answer to the reference, nats; None without a reference, or before `old` is known.
         values, returns: the critic's values, and the returns that it is trained to predict.
@@ -78,32 +82,22 @@ def come_from_update(step: int, recipe: Recipe) -> bool:
 
     It depends on the step and its settings only, so that a replay, or a run that goes on, does the same passes.
     """
-    algorithm, replays = recipe.algorithm, recipe.train.router_replay != "none"  # of what the pass before has recorded
+    algorithm = recipe.algorithm
     updates = algorithm.epochs * algorithm.minibatches if step < recipe.run.steps else 0
-    if recipe.algorithm.uses_critic and step < recipe.critic.warmup_steps:
+    if algorithm.uses_critic and step < recipe.critic.warmup_steps:
         updates = 0
-    rewards_need_them = algorithm.kl.where == "reward"
-    tokens_are_selected = algorithm.high_entropy_fraction is not None or algorithm.combination.policy_loss in (
-        "clip_cov",
-        "kl_cov",
-    )
-    weights_are_compared = algorithm.correction.kind != "none" and algorithm.correction.normalize
-    return updates == 1 and not (replays or rewards_need_them or tokens_are_selected or weights_are_compared)
+    selects_tokens = algorithm.high_entropy_fraction is not None or algorithm.combination.policy_loss in COVARIANCE
+    compares_weights = algorithm.correction.kind != "none" and algorithm.correction.normalize
+    replays = recipe.train.router_replay != "none"  # of what the pass before has recorded
+    return updates == 1 and not (replays or algorithm.kl.where == "reward" or selects_tokens or compares_weights)
 
 
-class FillOldLogprobs:
-    """Fills in an experience's `old` and `correction` with the log-probabilities of a micro batch, as they come."""
-
-    def __init__(self, experience: Experience, recipe: Recipe):
-        self._experience, self._recipe = experience, recipe
-
-    def __call__(self, logprobs: Tensor, rows: Rows) -> None:
-        """Fill in those of these rows of the batch, [b, T]."""
-        experience = self._experience
-        assert experience.old is not None, "on ranks with the output layer"
-        experience.old[rows] = logprobs
-        if experience.correction is not None:
-            experience.correction[rows] = weights_of(experience, logprobs, rows, self._recipe)
+def fill_old_logprobs(logprobs: Tensor, rows: Rows, experience: Experience, recipe: Recipe) -> None:
+    """Fill in an experience's `old` and `correction` with the log-probabilities of rows of the batch, [b, T]."""
+    assert experience.old is not None, "on ranks with the output layer"
+    experience.old[rows] = logprobs
+    if experience.correction is not None:
+        experience.correction[rows] = weights_of(experience, logprobs, rows, recipe)
 
 
 def weights_of(experience: Experience, logprobs: Tensor, rows: Rows, recipe: Recipe) -> Tensor:
@@ -142,3 +136,49 @@ def measure_mismatch(experience: Experience, recipe: Recipe) -> StepMetrics:
         trained = max(1, int(experience.trained_lengths.sum()))
         metrics.sums["mismatch/weight"] = float(experience.correction.sum()) / trained
     return metrics
+
+
+# Router replay: choices of experts stay with the rank that got a sample from vLLM (`ExpertChoices.held_by`) until it
+# is known which ranks train the sample: these get them, and no others
+
+
+def with_expert_choices(batch: Batch, samples: Sequence[Sample], policy: PolicyModel, recipe: Recipe) -> Batch:
+    """Return the batch of samples with vLLM's choices, if they are replayed; where there are none, routers choose."""
+    if recipe.train.router_replay != "rollout" or policy.router_replay is None:
+        return batch
+    experts = torch.full((*batch.tokens.shape, *policy.router_replay.shape), -1, dtype=torch.int16)
+    for row, sample in enumerate(samples):
+        chosen = torch.from_numpy(sample.experts.array.astype("int16"))
+        if len(chosen):
+            experts[row, : len(chosen)] = chosen
+    return replace(batch, experts=experts)
+
+
+def replaying_updates(batch: Batch, policy: PolicyModel, recipe: Recipe) -> Batch:
+    """Return the batch for the policy's updates, after the pass that computed the old log-probabilities."""
+    if recipe.train.router_replay != "old" or policy.router_replay is None:
+        return batch
+    return replace(batch, experts=policy.router_replay.recorded)
+
+
+def expert_metrics(samples: Sequence[Sample], policy: PolicyModel, recipe: Recipe) -> dict[str, float]:
+    """Return the metrics of vLLM's choices of all ranks' samples, after the pass that computed old log-probabilities.
+
+    Returns:
+        This rank's share of
+        `mismatch/expert_agreement`: the fraction of choices that the policy's routers would have made too, with the
+            same choices in the layers before.
+        `mismatch/missing_expert_choices`: the fraction of tokens without choices. Nothing depends on those of a
+            sequence's last token, which is not counted.
+    """
+    replay = policy.router_replay
+    if recipe.train.router_replay != "rollout" or replay is None:
+        return {}
+    layers, per_token = replay.shape
+    given = sum(len(sample.experts) for sample in samples)
+    needed = [len(sample.prompt_ids) + len(sample.tokens) - 1 for sample in samples]
+    missing = sum(max(0, n - len(sample.experts)) for n, sample in zip(needed, samples, strict=True))
+    found = {"mismatch/expert_agreement": replay.equal_choices() / max(1, given * layers * per_token)}
+    if policy.is_reporting_rank and policy.data_parallel_rank == 0:
+        found["mismatch/missing_expert_choices"] = missing / sum(needed)
+    return found

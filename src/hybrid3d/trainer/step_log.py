@@ -12,9 +12,8 @@ from hybrid3d.generation.evaluation import EvalResult
 from hybrid3d.generation.samples import RolloutBatch
 from hybrid3d.run.health import Guard
 from hybrid3d.run.logger import RunLogger
-from hybrid3d.run.metrics import PhaseTimer, StepMetrics
+from hybrid3d.run.metrics import PhaseTimer, StepMetrics, peak_gb
 from hybrid3d.sync import SyncReport
-from hybrid3d.trainer.activity import gather_activity
 from hybrid3d.trainer.step_experience import Experience
 from hybrid3d.trainer.step_recorder import StepRecorder
 from hybrid3d.trainer.trainer import Trainer
@@ -32,16 +31,10 @@ class StepLog:
         guard: Guard,
         group: dist.ProcessGroup,
     ):
-        """
-        Args:
-            recorder: writes whole steps (`run.record`).
-            guard: looks at the metrics of each step.
-        """
         self._trainer, self._record, self._recorder = trainer, record, recorder
         self._guard, self._group = guard, group
         self._dense_reason: str | None = None
-        self._sync_choice = ""
-        self._told_truncated = False
+        self._sync_choice, self._told_truncated = "", False
 
     def begin(self, step: int, recipe: Recipe) -> None:
         """Begin a step, with its settings."""
@@ -55,9 +48,21 @@ class StepLog:
         return self._timer(name)
 
     def synced(self, report: SyncReport) -> None:
-        """Take in the sync, and tell what is unusual of it, or of the samples that follow it."""
+        """Take in the sync, and tell what is unusual of it, or of the samples that follow it.
+
+        That is tensors that arrived corrupted, and why a sync sends all elements where it was not so before.
+        """
         self._synced = report
-        self._tell_of_sync(report)
+        step, tensors = self._step, report.corrupted
+        if tensors:
+            message = f"step {step}: {len(tensors)} tensors were corrupted in transfer; the whole sync was repeated"
+            self._record.event("sync_corrupted", message, step=step, count=len(tensors), tensors=tensors[:20])
+        if report.dense_reason and report.dense_reason != self._dense_reason:
+            self._record.event("sync_dense", step=step, reason=report.dense_reason)
+        self._dense_reason = report.dense_reason
+        if report.choice and report.choice["sends"] != self._sync_choice:
+            self._sync_choice = report.choice["sends"]
+            self._record.event("sync_choice", step=step, **report.choice)
         self._tell_of_truncation()
 
     def evaluated(self, result: EvalResult) -> None:
@@ -88,9 +93,7 @@ class StepLog:
     def finish(self, batch: RolloutBatch, experience: Experience, updates: StepMetrics) -> None:
         """End the step: reduce its metrics over all ranks and write them, with all that was measured.
 
-        Args:
-            batch, experience: as `made` has returned them.
-            updates: this rank's share of the metrics of the updates.
+        `batch` and `experience` are as `made` has returned them; `updates` has this rank's metrics of the updates.
         """
         step, recipe, row = self._step, self._recipe, self._row
         metrics = experience.metrics
@@ -101,28 +104,17 @@ class StepLog:
         self._recorder.finish(step, recipe, batch, experience, row, self._timer)
         row |= self._timer.row(self._tokens)
         self._record.step(row, recipe.run.steps, experience.samples)
-        activity = gather_activity(self._timer, self._group, self._trainer.workers)
-        self._record.memory(step, activity.peaks)
+        workers, (_, begin, _), (_, _, end) = self._trainer.workers, self._timer.spans[0], self._timer.spans[-1]
+        others = (workers.spans(begin, end), workers.lap_peaks()) if workers is not None else ()
+        spans, peaks = self._timer.gather(self._group, *others)
+        self._record.memory(step, peaks)
         if step < recipe.run.steps:
-            self._record.timeline(step, recipe.role_ranks, activity.spans, activity.peaks)
-        self._guard.check_bounds(row, activity.peak_gb, recipe)
+            self._record.timeline(step, recipe.role_ranks, spans, peaks)
+        self._guard.check_bounds(row, peak_gb(peaks), recipe)
 
     def close(self) -> None:
         """Draw the timeline of the last step."""
         self._record.draw_timeline()
-
-    def _tell_of_sync(self, report: SyncReport) -> None:
-        """Tell of tensors that arrived corrupted, and why a sync sends all elements where it was not so before."""
-        step, tensors = self._step, report.corrupted
-        if tensors:
-            message = f"step {step}: {len(tensors)} tensors were corrupted in transfer; the whole sync was repeated"
-            self._record.event("sync_corrupted", message, step=step, count=len(tensors), tensors=tensors[:20])
-        if report.dense_reason and report.dense_reason != self._dense_reason:
-            self._record.event("sync_dense", step=step, reason=report.dense_reason)
-        self._dense_reason = report.dense_reason
-        if report.choice and report.choice["sends"] != self._sync_choice:
-            self._sync_choice = report.choice["sends"]
-            self._record.event("sync_choice", step=step, **report.choice)
 
     def _tell_of_failures(self, result: RolloutBatch | EvalResult) -> None:
         """Tell of rewards and environment replies that failed; their samples have the recipe's default reward."""

@@ -22,9 +22,10 @@ from hybrid3d.reshard.move.device import device
 from hybrid3d.run.folder import RunFolder, recorded_folder
 from hybrid3d.run.identity import RunIdentity
 from hybrid3d.run.metrics import PhaseTimer
-from hybrid3d.run.progress import Progress
 from hybrid3d.train.trained_model import TrainedModels
 from hybrid3d.train.writing import together
+from hybrid3d.trainer.checkpoints import Progress
+from hybrid3d.trainer.models import Models
 from hybrid3d.trainer.step_experience import Experience
 
 OUTPUTS = {  # the record's names of an `Experience`'s tensors
@@ -40,20 +41,14 @@ OUTPUTS = {  # the record's names of an `Experience`'s tensors
 class StepCapture:
     """Collects the record of one step on the group's first rank. All ranks call both methods, in this order.
 
-    1. `StepCapture(...)`, after `make_experience` and before `update`;
+    1. `StepCapture(...)`, after `make_experience` and before `update`, with the learner's progress before the step;
     2. `finish`, after `update`.
     """
 
-    def __init__(self, models: TrainedModels, progress: Progress, is_reporting: bool, group: dist.ProcessGroup):
-        """
-        Args:
-            models: the models that are trained, by name.
-            progress: the state besides models before the step, as a checkpoint saves it.
-            is_reporting: whether this rank's values of tokens count, one rank of each data-parallel replica.
-        """
-        self._models, self._progress, self._group = models, progress.learner, group
-        self._is_reporting = is_reporting
-        self._before = _fingerprints(models)
+    def __init__(self, models: Models, progress: Progress, group: dist.ProcessGroup):
+        self._models, self._progress, self._group = models.trained, progress.learner, group
+        self._is_reporting = models.policy.is_reporting_rank
+        self._before = _fingerprints(self._models)
 
     def finish(
         self,
@@ -65,9 +60,7 @@ class StepCapture:
     ) -> StepRecord | None:
         """Return the record on the first rank, None on the others.
 
-        Args:
-            generated: as it was before it was scored in the experience.
-            metrics: of the step, reduced over ranks.
+        `generated` is as it was before the experience was made; `metrics` are those of the step, reduced over ranks.
         """
         everything = [(range(len(generated.samples)), [0])]
         samples = deliver_choices(generated.samples, everything, self._group, recipe.machine.gpus_per_node)
@@ -93,19 +86,15 @@ class StepCapture:
 
 
 class StepRecorder:
-    """Writes a record of each step that `run.record` selects. All ranks call both methods together, in this order."""
+    """Writes a record of each step that `run.record` selects. All ranks call both methods together, in this order.
+
+    The run's identity is needed on the first rank only.
+    """
 
     def __init__(
-        self,
-        models: TrainedModels,
-        is_reporting: bool,
-        folder: RunFolder,
-        group: dist.ProcessGroup,
-        identity: RunIdentity | None = None,
+        self, models: Models, folder: RunFolder, group: dist.ProcessGroup, identity: RunIdentity | None = None
     ):
-        """Arguments are those of `StepCapture`, and the run's identity, on the first rank."""
-        self._identity = identity
-        self._models, self._is_reporting, self._folder, self._group = models, is_reporting, folder, group
+        self._models, self._folder, self._group, self._identity = models, folder, group, identity
         self._capture: StepCapture | None = None
 
     @property
@@ -118,7 +107,7 @@ class StepRecorder:
         self._capture = None
         if step < recipe.run.steps and is_due(recipe.run.record, step):
             with timer("record"):
-                self._capture = StepCapture(self._models, progress, self._is_reporting, self._group)
+                self._capture = StepCapture(self._models, progress, self._group)
 
     def finish(
         self,
@@ -131,8 +120,7 @@ class StepRecorder:
     ) -> None:
         """Write the record, if `begin` has captured the step.
 
-        Raises:
-            CheckpointWriteError: it could not be written; nothing of it is left.
+        If that fails, `CheckpointWriteError` is raised, and nothing of the record is left.
         """
         if self._capture is None:
             return
@@ -189,7 +177,6 @@ def _in_sample_order(
 
 
 def _weight_record(ranks: Sequence[tuple[LocalFingerprints, LocalFingerprints]]) -> WeightRecord:
-    """Return the record of a model from each rank's fingerprints before and after the step."""
     names = list(dict.fromkeys(name for before, _ in ranks for name in before.values))
     index = {name: number for number, name in enumerate(names)}
     whole = [whole_fingerprints(of) for of in zip(*ranks, strict=True)]

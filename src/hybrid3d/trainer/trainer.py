@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,17 +16,17 @@ from hybrid3d.generation.samples import RolloutBatch
 from hybrid3d.inputs.models import read_config, read_data, read_tokenizer
 from hybrid3d.rl.data import PromptData
 from hybrid3d.run.health import Guard
-from hybrid3d.run.metrics import StepMetrics, Stopwatch
-from hybrid3d.run.progress import Progress
+from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.sync import SyncReport
 from hybrid3d.train.megatron import checkpoint
 from hybrid3d.train.megatron.policy import Policy
 from hybrid3d.train.trained_model import BucketHook, PolicyModel
+from hybrid3d.trainer.checkpoints import Progress
 from hybrid3d.trainer.learner import Learner
 from hybrid3d.trainer.models import Models
 from hybrid3d.trainer.step_experience import Experience
 from hybrid3d.watch.work_meter import record as work_record
-from hybrid3d.workers.roles import WorkerServer
+from hybrid3d.workers.loop import WorkerServer
 
 
 class Generator(Protocol):
@@ -52,51 +53,36 @@ class Generator(Protocol):
 
     def sync(self, version: int, recipe: Recipe) -> SyncReport:
         """Sync the policy's weights, which have this version, or finish a sync that the last update began."""
-        ...
 
     def begin(self) -> None:
         """Get ready to generate; the models have left the memory."""
-        ...
 
     def evaluate(self, version: int, recipe: Recipe) -> EvalResult:
         """Answer the held-out problems as `evaluation` of the recipe says, with weights of this version."""
-        ...
 
     def generate_batch(self, version: int, batch: int, recipe: Recipe) -> RolloutBatch:
-        """Generate and score a step's samples, with weights of this version.
-
-        Args:
-            batch: number of the first batch of prompts.
-        """
-        ...
+        """Generate and score a step's samples, with weights of this version; `batch` is the first batch of prompts."""
 
     def end(self) -> None:
         """Leave the memory to the models."""
-        ...
 
     def begin_update(self, step: int, recipe: Recipe) -> BucketHook | None:
-        """Take note that the models are updated now.
+        """Take note that the models are updated now; return what syncs each optimizer bucket of the last update.
 
-        Returns:
-            What syncs each optimizer bucket of the last update; None if the next sync does not overlap it.
+        It is None if the next sync does not overlap it.
         """
-        ...
 
     def end_update(self, recipe: Recipe) -> StepMetrics:
         """Take note that the update is done; return this rank's share of metrics of what was generated meanwhile."""
-        ...
 
     def restore(self, progress: Progress) -> None:
         """Continue from a checkpoint's progress."""
-        ...
 
     def leave(self) -> None:
         """Leave what connects this rank with ranks that generate, before these end."""
-        ...
 
     def close(self) -> None:
         """Shut down."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -139,13 +125,13 @@ class Trainer:
     ):
         """
         Args:
-            guard: the guard of a run that trains; None if it does not train.
+            guard: of a run that trains; None if it does not train.
             weights_of: a checkpoint whose weights the policy loads instead of those of `model.path`.
 
         Raises:
             BrokenCheckpoint: `weights_of` is damaged; raised on every rank, before an engine starts.
         """
-        self._group, self.workers, self._busy = group, workers, Stopwatch()
+        self._group, self.workers, self._busy_seconds = group, workers, 0.0
         config, tokenizer = read_config(recipe.model.path), read_tokenizer(recipe)
         self.train, self.held_out = read_data(recipe, config, tokenizer)
         self._policy: PolicyModel = Policy(config, recipe, group.rank(), trainable=guard is not None)
@@ -180,17 +166,18 @@ class Trainer:
     def make_experience(self, batch: RolloutBatch, step: int, recipe: Recipe) -> Experience:
         """Compute the experience of a step: log-probabilities, values, advantages."""
         self._generator.end()
-        with self._busy:
-            return self._learner.make_experience(batch, step, recipe)
+        start = time.perf_counter()
+        experience = self._learner.make_experience(batch, step, recipe)
+        self._busy_seconds = time.perf_counter() - start
+        return experience
 
     def update(self, experience: Experience, step: int, recipe: Recipe) -> StepMetrics:
         """Update the models, whose policy then has the next version; return this rank's share of the metrics."""
         hook = self._generator.begin_update(step, recipe)
-        with self._busy:
-            metrics = self._learner.update(experience, step, recipe, hook)
-        busy = self._busy.lap()
+        start = time.perf_counter()
+        metrics = self._learner.update(experience, step, recipe, hook)
         if not self._generator.shares_devices:
-            metrics.maxima["time/training_busy"] = busy
+            metrics.maxima["time/training_busy"] = self._busy_seconds + time.perf_counter() - start
         metrics.update(self._generator.end_update(recipe))
         if self.workers is not None:
             metrics.maxima |= self.workers.lap_busy_seconds()

@@ -58,10 +58,9 @@ class Heartbeat:
         on_lost: Callable[[int, str], None],
         watched: int | None = None,
     ):
-        """Start the threads.
+        """Start the threads, which use a connection of their own to the store of the rendezvous.
 
         Args:
-            store: the store of the rendezvous; the threads use a connection of their own.
             world_size: of the ranks that watch each other.
             on_lost: called once, in a thread, with a rank that does not answer and what is known about it. This process
                 exits when it returns.

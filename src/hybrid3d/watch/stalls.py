@@ -160,11 +160,7 @@ class Standstill:
 
 
 def awaited_ranks(rank: int, known: Mapping[int, Standstill]) -> tuple[int, ...]:
-    """Return the ranks that a rank waits for: of a collective, those that are not in the same one.
-
-    Args:
-        known: where ranks stand.
-    """
+    """Return the ranks that a rank waits for: of a collective, those that are not known to be in the same one."""
     wait = known[rank].wait
     if wait is None:
         return ()

@@ -71,8 +71,7 @@ class StackSampler:
     def sample(self, passed: float, limit: float) -> tuple[FrameType, float] | None:
         """Return the innermost frame and the seconds since the thread has moved, if they are more than `limit`.
 
-        Args:
-            passed: seconds since the last sample, in which the thread could run.
+        In `passed` seconds since the last sample the thread could run.
         """
         frame = sys._current_frames().get(self._thread_id)
         seen = None if frame is None else (id(frame), frame.f_lasti)
@@ -118,10 +117,9 @@ class Watchdog:
         on_deadlock: Callable[[str], None] = lambda message: None,
         late: range = range(0),
     ):
-        """Start the thread, which watches the one that calls this.
+        """Start the thread, which watches the one that calls this, and uses a connection of its own to the store.
 
         Args:
-            store: the store of the rendezvous; the thread uses a connection of its own.
             world_size: the ranks of all roles.
             report: called in the thread, on rank 0, with an event, a message and the event's fields.
             role_of: returns the role of a rank, for messages; empty if it goes without saying.

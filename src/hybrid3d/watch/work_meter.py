@@ -24,23 +24,12 @@ DEVIATIONS = 3  # of the number of samples, by which the seconds must differ
 KEPT_STEPS = 20
 LATE = 2  # steps by which a rank may be behind, or it has been lost, or is not needed for now
 TRAIN, GENERATE = "train", "generate"
-PHASES = {
-    "train": TRAIN,
-    "generate": GENERATE,
-    "eval": GENERATE,
-    "score": GENERATE,
-    "advance": GENERATE,
-}
+PHASES = {"train": TRAIN, **dict.fromkeys(("generate", "eval", "score", "advance"), GENERATE)}
 
 
 @dataclass
 class StepWork:
-    """What a rank has done in a step.
-
-    Attributes:
-        seconds: in which it worked, by phase.
-        passes, tokens: of generation.
-    """
+    """What a rank has done in a step: seconds of work by phase; passes and tokens of generation."""
 
     step: int
     seconds: dict[str, float] = field(default_factory=dict)
@@ -77,11 +66,9 @@ class WorkRecord:
         self._parts[TRAIN] = f"pipeline stage {rank // (recipe.train_ranks // recipe.train.pp)}"
 
     def generates(self, rank: int, count_generated: Callable[[], tuple[int, int]]) -> None:
-        """Compare this rank with those of other replicas.
+        """Compare this rank with those of other replicas that have the same rank in theirs.
 
-        Args:
-            rank: that in its replica.
-            count_generated: returns the passes of the model until now, and the tokens that were generated in them.
+        `count_generated` returns the passes of the model until now, and the tokens that were generated in them.
         """
         self._parts[GENERATE] = f"rank {rank} of a replica"
         self._count_generated = count_generated
@@ -118,12 +105,7 @@ record = WorkRecord()
 
 @dataclass(frozen=True)
 class SlowRank:
-    """A rank that is slow, and by how much.
-
-    Attributes:
-        seconds: in which it worked, and `typical` the same of the median rank for the same work, a step.
-        ranks: how many were compared.
-    """
+    """A rank that is slow: its seconds of work a step, and the `typical` ones of the median of the `ranks` compared."""
 
     rank: int
     host: str

@@ -105,10 +105,7 @@ class Connection:
     """One end of a connection. One thread at a time may receive, and one may send."""
 
     def __init__(self, of_socket: socket.socket, peer: int | None = None):
-        """
-        Args:
-            peer: the rank at the other end, if it is known.
-        """
+        """`peer` is the rank at the other end, if it is known."""
         self._peer = peer
         of_socket.setblocking(True)
         of_socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -118,11 +115,7 @@ class Connection:
         self._messages = connection.Connection(os.dup(of_socket.fileno()))
 
     def send(self, message: Message | bytes) -> None:
-        """Send a message, which may be encoded already.
-
-        Raises:
-            Disconnected: the other end does not receive.
-        """
+        """Send a message, which may be encoded already; raise `Disconnected` if the other end does not receive."""
         data = message if isinstance(message, bytes) else encode(message)
         try:
             self._messages.send_bytes(data)
@@ -145,11 +138,7 @@ class Connection:
             raise self._refuse(f"what came is no message: {error}") from error
 
     def receive_a(self, kind: type[T]) -> T:
-        """Wait for a message of this kind and return it.
-
-        Raises:
-            Disconnected: as for `receive`, or it is another one.
-        """
+        """Wait for a message of this kind and return it; raise `Disconnected` as `receive`, or if it is another one."""
         message = self.receive()
         if not isinstance(message, kind):
             raise self._refuse(f"{type(message).__name__} came instead of {kind.__name__}")
@@ -182,7 +171,6 @@ class Connection:
 
     def on_disconnect(self, callback: Callable[[], None]) -> None:
         """Call a function, in a thread, once the connection has ended; messages may still be received."""
-
         poll = select.poll()
         closed = self._socket.fileno() < 0
         if not closed:
@@ -206,23 +194,14 @@ class Server:
     """Accepts connections of the ranks that do not train, each in a thread of its own."""
 
     def __init__(self, store: Store, start: int, on_connection: Callable[[Connection], None]):
-        """
-        Args:
-            start: number of the start of the ranks that train.
-            on_connection: called in a thread for each.
-        """
+        """Publish the address of this start of the ranks that train; call `on_connection` in a thread for each."""
         host = launch_environment.own_address()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, 0), family=family, backlog=1024)
-        self._store, self._host, self._on_connection = store, host, on_connection
-        self._closed = False
+        self._host, self._on_connection, self._closed = host, on_connection, False
         self.port: int = self._socket.getsockname()[1]
         ledger.publish_address(store, start, host, self.port)
         threading.Thread(target=self._accept, name="connections", daemon=True).start()
-
-    def end_run(self) -> None:
-        """Let ranks that are started from now on know that the run has ended."""
-        ledger.end_run(self._store)
 
     def close(self) -> None:
         """Accept no more connections."""

@@ -80,12 +80,9 @@ class Engines(RoleClient):
             self._record.event("engine_left", message, ranks=engine.ranks)
 
     def members(self, active_ranks: int) -> Members:
-        """Return the members of the next sync, after waiting for an engine.
+        """Return the members of the next sync, of which so many ranks are to generate, after waiting for an engine.
 
         Before the first sync it waits for all engines, without those that may come late and have not come.
-
-        Args:
-            active_ranks: so many ranks are to generate, from the first one on.
         """
         self._set_active(active_ranks)
         event = "no_engine" if self._had_sync else ""
@@ -135,6 +132,8 @@ class Engines(RoleClient):
             for reply in replies:
                 intact &= reply.metrics is not None
                 metrics.add_rank(reply.metrics or StepMetrics())
+        if intact and not self._had_sync:
+            self._record_sandbox()
         self._had_sync |= intact
         return metrics if intact else None
 

@@ -1,4 +1,4 @@
-"""A rank that does not train: it does what the first rank that trains tells it, until the end of the run."""
+"""The ranks that do not train: their roles, who accepts them, and what each does until the end of the run."""
 
 from __future__ import annotations
 
@@ -7,26 +7,110 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol, cast
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from hybrid3d import launch_environment
+from hybrid3d import launch_environment, ledger
 from hybrid3d.config import Recipe
 from hybrid3d.distributed import clone_store
 from hybrid3d.launch_environment import CLOSE_SECONDS, DISCONNECTED, END_SECONDS, START_SECONDS, State
 from hybrid3d.ledger import RankStart, TrainingAttempts, has_ended
 from hybrid3d.process import ChildProcess
+from hybrid3d.run.logger import RunLogger
+from hybrid3d.run.metrics import Peaks, Span
 from hybrid3d.run.oom_recovery import find_out_of_memory
 from hybrid3d.scoring.code import sandbox
 from hybrid3d.watch.heartbeat import STARTING, enter_phase
-from hybrid3d.workers.channel import Connection, Disconnected, connect
+from hybrid3d.workers.channel import Connection, Disconnected, Server, connect
 from hybrid3d.workers.messages import Call, End, Join, Joined, Leave, Leaving, Register, Reply, Stop
-from hybrid3d.workers.roles import ROLES
+from hybrid3d.workers.role_client import RoleClient
+
+if TYPE_CHECKING:
+    from hybrid3d.workers.engines import Engines
+    from hybrid3d.workers.reward import RewardWorkers
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a role consists of, as `module:class`: each process imports what it needs of it alone.
+
+    Attributes:
+        client, rank: the `RoleClient` of the first rank that trains, and the `RoleRank` of each of its ranks.
+        out_of_memory: what helps a rank that runs out of memory.
+    """
+
+    client: str
+    rank: str
+    out_of_memory: str
+
+
+ROLES = {
+    "generation": Role(
+        "hybrid3d.workers.engines:Engines",
+        "hybrid3d.workers.generation:GenerationRank",
+        "this rank only generates: lower rollout.gpu_memory_utilization",
+    ),
+    "reward": Role(
+        "hybrid3d.workers.reward:RewardWorkers",
+        "hybrid3d.workers.reward:RewardRank",
+        "this rank only computes rewards: raise roles.reward.tp or roles.reward.pp",
+    ),
+}
+
+
+class WorkerServer:
+    """Accepts the ranks that do not train, and hands each to the groups of its role, which `roles` has by name."""
+
+    def __init__(self, recipe: Recipe, store: Store, record: RunLogger, start: int):
+        """`start` is the number of this start of the ranks that train."""
+        self._recipe, self._store = recipe, store
+        self.roles: dict[str, RoleClient] = {
+            name: resolve_name(ROLES[name].client)(recipe, store, record) for name in recipe.worker_roles
+        }
+        self._server = Server(store, start, self._register)
+
+    @property
+    def engines(self) -> Engines | None:
+        """The engines of ranks that only generate; None if those that train do."""
+        return cast("Engines | None", self.roles.get("generation"))
+
+    @property
+    def reward_workers(self) -> RewardWorkers | None:
+        """The ranks that only compute rewards; None if there are none."""
+        return cast("RewardWorkers | None", self.roles.get("reward"))
+
+    def _register(self, connection: Connection) -> None:
+        try:
+            register = connection.receive_a(Register)
+        except Disconnected:
+            connection.close()
+            return
+        self.roles[self._recipe.role_of(register.rank)].register(connection, register)
+
+    def lap_busy_seconds(self) -> dict[str, float]:
+        """Return, as metrics, the longest time that a rank of each role has been busy since the last call."""
+        return {f"time/{role}_busy": groups.lap_busy_seconds() for role, groups in self.roles.items()}
+
+    def spans(self, begin: float, end: float) -> dict[int, list[Span]]:
+        """Return what each rank did between two moments; it waited in the rest of the time."""
+        return {rank: spans for groups in self.roles.values() for rank, spans in groups.spans(begin, end).items()}
+
+    def lap_peaks(self) -> dict[int, Peaks]:
+        """Return the most bytes of memory that each rank has used since the last call, by activity."""
+        return {rank: peaks for groups in self.roles.values() for rank, peaks in groups.lap_peaks().items()}
+
+    def close(self) -> None:
+        """End the run on all ranks of these roles, and on those that are started from now on."""
+        ledger.end_run(self._store)
+        for groups in self.roles.values():
+            groups.close()
+        self._server.close()
 
 
 class RoleRank(Protocol):
@@ -42,19 +126,15 @@ class RoleRank(Protocol):
 
     def begin(self, connection: Connection) -> None:
         """Begin to serve a start of the ranks that train; what an earlier one has asked for is dropped."""
-        ...
 
     def interrupt(self) -> None:
         """Let the collectives in progress fail that ranks that train take part in. Any thread may call it."""
-        ...
 
     def call(self, call: Call) -> Reply:
         """Do what is asked for, and return the result if this rank reports it."""
-        ...
 
     def close(self) -> None:
         """Shut down."""
-        ...
 
 
 MakeRank = Callable[[Recipe, Store, range, int], RoleRank]
@@ -119,8 +199,7 @@ class WorkerLoop:
     def _answer(self, connection: Connection, start: int, noticed: threading.Event) -> None:
         """Do what the first rank that trains asks for, until it asks this rank to exit.
 
-        Args:
-            noticed: set by the caller when it has noticed that the connection has ended.
+        The caller sets `noticed` when it has noticed that the connection has ended.
         """
         self._register(connection)
         connection.on_disconnect(lambda: self._on_disconnect(start, noticed))

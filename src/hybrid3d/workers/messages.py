@@ -12,8 +12,7 @@ import numpy as np
 from hybrid3d.generation.engine import Sampling
 from hybrid3d.generation.samples import Sample
 from hybrid3d.generation.scheduler import Answers, Prompt
-from hybrid3d.run.metrics import StepMetrics
-from hybrid3d.run.timeline import Span
+from hybrid3d.run.metrics import Span, StepMetrics
 from hybrid3d.scoring.scorer import Query, Scores
 from hybrid3d.sync.elastic import Members
 
@@ -70,8 +69,7 @@ class Register(Struct, frozen=True):
 class Join(Struct, frozen=True):
     """Asks a rank to start what it serves with, unless that is up: all ranks of its group have registered.
 
-    Attributes:
-        start: number of this start of the group.
+    `start` is the number of this start of the group.
     """
 
     start: int
@@ -92,8 +90,7 @@ class SyncWeights(Struct, frozen=True):
 class Advance(Struct, frozen=True):
     """Asks an engine for answers: arguments of `Replicas.advance`, with the numbers of its own replicas.
 
-    Attributes:
-        stoppable: it returns early when another message has arrived.
+    A `stoppable` call returns early when another message has arrived.
     """
 
     prompts: dict[int, list[Prompt]]
@@ -193,11 +190,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """Return the message that bytes are.
-
-    Raises:
-        ValueError: they are none.
-    """
+    """Return the message that bytes are; raise `ValueError` if they are none."""
     try:
         return _decoder.decode(data)
     except RecursionError as error:

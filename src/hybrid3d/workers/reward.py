@@ -1,11 +1,10 @@
-"""A rank that only computes rewards: with the reward function, or with a shard of the reward model.
+"""A rank that only computes rewards, with the reward function or a shard of the reward model; and a run's scorers.
 
 `RewardWorkers` is what the first rank that trains sees of such ranks.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -15,14 +14,13 @@ from torch.distributed.distributed_c10d import Store
 
 from hybrid3d import distributed, launch_environment
 from hybrid3d.config import Recipe
+from hybrid3d.generation.replicas import Replicas, ReplicaScorer
 from hybrid3d.inputs.models import read_config, read_tokenizer
 from hybrid3d.process import new_engine_name, set_shared_memory_prefix
 from hybrid3d.run.logger import RunLogger
-from hybrid3d.run.memory import meter
-from hybrid3d.scoring.code import sandbox
+from hybrid3d.run.metrics import PhaseTimer
 from hybrid3d.scoring.pool_client import GRACE_SECONDS
-from hybrid3d.scoring.scorer import FunctionScorer, Query, Scorer, Scores, ask_all, by_prompt, together
-from hybrid3d.watch.heartbeat import enter_phase
+from hybrid3d.scoring.scorer import FunctionScorer, Given, Query, Scorer, Scorers, Scores, ask_all, by_prompt, together
 from hybrid3d.workers.channel import Connection
 from hybrid3d.workers.messages import Call, Reply, Score, WithTexts
 from hybrid3d.workers.role_client import RoleClient, WorkerGroup
@@ -32,19 +30,12 @@ if TYPE_CHECKING:
 
 
 class RewardRank:
-    """One rank of a group that computes rewards. Without a reward model a group has one rank, which imports no engine.
+    """Implements `RoleRank` by one rank of a group that computes rewards, which is ready when it has computed some.
 
-    Attributes:
-        start: number of the start of the group.
-        ready: whether it has computed rewards.
+    Without a reward model a group has one rank, which imports no engine.
     """
 
     def __init__(self, recipe: Recipe, store: Store, ranks: range, start: int):
-        """
-        Args:
-            ranks: those of its group.
-            start: number of this start of the group.
-        """
         reward = recipe.reward
         self.start, self.ready = start, False
         self._leads = launch_environment.rank() == ranks.start
@@ -64,14 +55,12 @@ class RewardRank:
     def call(self, call: Call) -> Reply:
         """Return the rewards of answers; on ranks that do not lead their group, none."""
         assert isinstance(call, Score), type(call).__name__
-        enter_phase("reward")
-        begin = time.time()
-        meter.start()
         asks = self._leads or call.scorer == "model"  # all ranks have shards of it
-        scores = self._scorers[call.scorer].score(call.shares[0].whole() if asks else ())
+        timer = PhaseTimer()
+        with timer("reward"):
+            scores = self._scorers[call.scorer].score(call.shares[0].whole() if asks else ())
         self.ready = True
-        spans = [("reward", begin, time.time())]
-        return Reply(scores={0: scores} if self._leads else {}, spans=spans, peak_memory=meter.stop())
+        return Reply(scores={0: scores} if self._leads else {}, spans=timer.spans, peak_memory=timer.peaks["reward"])
 
     def close(self) -> None:
         """End the processes that compute rewards, and destroy the group."""
@@ -81,11 +70,7 @@ class RewardRank:
 
 
 def load_model_scorer(recipe: Recipe, path: str, pad_id: int, group: dist.ProcessGroup) -> ModelScorer:
-    """Load the reward model over the ranks of a group, all of which call this together.
-
-    Args:
-        path: the checkpoint of the model.
-    """
+    """Load the reward model at `path` over the ranks of a group, all of which call this together."""
     from hybrid3d.train.megatron import runtime
     from hybrid3d.train.megatron.value_model import ValueModel
     from hybrid3d.train.model_scorer import ModelScorer
@@ -106,23 +91,18 @@ class RewardWorkers(RoleClient):
     def __init__(self, recipe: Recipe, store: Store, record: RunLogger):
         super().__init__(recipe, store, record, "reward")
         reward = recipe.reward
-        self._runs_code = reward.name == "code"
         # How many answers a rank can score in a call, however long each of them takes
         self._most = max(1, int(CALL_SECONDS // (reward.timeout_seconds + GRACE_SECONDS))) * reward.workers
         self._asked: list[WorkerGroup] = []  # in the last call
 
     def score(self, queries: Sequence[Query], scorer: str) -> Scores:
-        """Return the rewards of answers, after waiting for ranks that can compute them.
-
-        Args:
-            scorer: `model`, the reward model, or `function`.
-        """
-        prompts = by_prompt(queries)
+        """Return the rewards of answers by `model` or `function`, after waiting for ranks that can compute them."""
+        prompts, sent = by_prompt(queries), [query if scorer == "model" else query.text for query in queries]
         most = max(1, self._most // max(map(len, prompts), default=1)) if scorer == "function" else len(prompts)
 
         def ask(numbers: Mapping[WorkerGroup, list[int]]) -> Mapping[WorkerGroup, Scores]:
             calls = {
-                group: Score({0: WithTexts.of([_sent(queries[i], scorer) for i in of_group])}, scorer)
+                group: Score({0: WithTexts.of([sent[i] for i in of_group])}, scorer)
                 for group, of_group in numbers.items()
             }
             return {group: first.scores[0] for group, (first, *_) in self._receive(self._send(calls)).items()}
@@ -133,8 +113,8 @@ class RewardWorkers(RoleClient):
         """Return the groups that are ready, after waiting for one; the first time, for all of them."""
         count, event = (1, "no_reward_worker") if self._asked else (self._active, "")
         ready = self._wait_for(lambda: count, event, "no rank can compute rewards: waiting for one to come back")
-        if not self._asked and self._runs_code:
-            self._record.event("sandbox", sandbox.warning(self.confined_by or ""), confined_by=self.confined_by or "")
+        if not self._asked:
+            self._record_sandbox()
         for group in ready if self._asked else ():
             if group not in self._asked:
                 why = "; ".join(group.failures)
@@ -163,6 +143,36 @@ class WorkerScorer:
         return self.workers.score(queries, self.name)
 
 
-def _sent(query: Query, scorer: str) -> Query:
-    """Return what a scorer needs of a query."""
-    return query if scorer == "model" else query.text
+@dataclass(frozen=True)
+class OfFirstRank:
+    """Implements `Scorer` on all ranks of a group by a scorer that its first rank has."""
+
+    scorer: Scorer | None
+    group: dist.ProcessGroup
+
+    def score(self, queries: Sequence[Query]) -> Scores:
+        """Return the rewards of answers, in order."""
+        own = None if self.scorer is None else self.scorer.score(queries)
+        scores: Scores = distributed.broadcast_object(own, self.group)
+        return scores
+
+
+def make_scorers(
+    recipe: Recipe, replicas: Replicas, workers: RewardWorkers | None, group: dist.ProcessGroup | None
+) -> Scorers:
+    """Return the scorers that a recipe asks for: of the answers that are trained on, and of those to held-out problems.
+
+    All ranks of the group ask; without one the first rank asks alone, which has the workers, if there are any.
+    """
+    if recipe.roles.reward.ranks is None:
+        by_function: Scorer = ReplicaScorer(replicas)
+        return Scorers(None if recipe.reward.model is not None else Given(by_function), Given(by_function))
+
+    def by(name: str) -> Scorer:
+        own = None if workers is None else WorkerScorer(workers, name)
+        if group is not None:
+            return Given(OfFirstRank(own, group))
+        assert own is not None, "the first rank knows the ranks that compute rewards"
+        return Given(own)
+
+    return Scorers(by("function" if recipe.reward.model is None else "model"), by("function"))

@@ -16,8 +16,8 @@ from hybrid3d.config import Recipe
 from hybrid3d.distributed import clone_store
 from hybrid3d.launch_environment import CLOSE_SECONDS
 from hybrid3d.run.logger import RunLogger
-from hybrid3d.run.memory import Peaks
-from hybrid3d.run.timeline import Span
+from hybrid3d.run.metrics import Peaks, Span
+from hybrid3d.scoring.code import sandbox
 from hybrid3d.watch.heartbeat import read_phase
 from hybrid3d.workers.channel import Connection, Disconnected, wait
 from hybrid3d.workers.messages import Call, End, Join, Joined, Leave, Leaving, Register, Reply, Stop, encode
@@ -87,6 +87,7 @@ class RoleClient:
     def __init__(self, recipe: Recipe, store: Store, record: RunLogger, role: str):
         self._role, self._ranks, self._size = role, recipe.role_ranks[role], recipe.worker_group_size(role)
         self._store, self._record = clone_store(store), record
+        self._runs_code = recipe.reward.name == "code" and recipe.scoring_role == role
         places = len(self._ranks) // self._size
         self._lock = threading.Lock()  # of all that follows, up to those that are lost
         self._active, self._ended = places, False
@@ -182,11 +183,9 @@ class RoleClient:
         return [group for group in self._groups[: self._active] if group is not None and group.ready]
 
     def _wait_for(self, count: Callable[[], int], event: str, message: str) -> list[WorkerGroup]:
-        """Return the groups that are ready, after waiting for so many.
+        """Return the groups that are ready, after waiting for so many, which may change meanwhile.
 
-        Args:
-            count: how many, which may change meanwhile.
-            event: recorded with the message if there are none at first; none is if it is empty.
+        An event that is not empty is recorded with the message if they are fewer at first.
         """
         while len(ready := self._refresh()) < count():
             if event:
@@ -195,12 +194,14 @@ class RoleClient:
             time.sleep(POLL_SECONDS)
         return ready
 
-    def _record_lost(self, group: WorkerGroup, moment: float, ready: int) -> None:
-        """Record that a group has been lost.
+    def _record_sandbox(self) -> None:
+        """Record what confines code that rewards run, if the ranks of this role run it."""
+        if self._runs_code:
+            confined_by = self.confined_by or ""
+            self._record.event("sandbox", sandbox.warning(confined_by), confined_by=confined_by)
 
-        Args:
-            ready: the number of groups that are left.
-        """
+    def _record_lost(self, group: WorkerGroup, moment: float, ready: int) -> None:
+        """Record that a group has been lost; so many are left."""
         raise NotImplementedError
 
     # Calls
