@@ -20,8 +20,7 @@ from hybrid3d.bench.report import describe_machine
 from hybrid3d.bench.scaling import Scale, scale_recipe, write_model
 from hybrid3d.config import load_recipe
 from hybrid3d.inputs.models import read_config
-from hybrid3d.planning.agreed_placement import compute_placement
-from hybrid3d.planning.engine_queries import query_engines
+from hybrid3d.planning.engine_queries import compute_placement, query_engines
 from hybrid3d.reshard.plan.planner import make_plan
 
 
@@ -40,7 +39,7 @@ def main() -> None:
         write_model(recipe, config)
         answers = query_engines(recipe, read_config(recipe.model.path))
     wanted = [slot.demand for slot in answers.slots]
-    slots = compute_placement(recipe, answers.holdings, wanted, answers.multiplicity).slots
+    slots = compute_placement(recipe, answers).slots
     demand = {rank: wanted[slot % len(wanted)] for rank, slot in enumerate(slots)}
     plans = make_plan(answers.holdings, demand, recipe.sync.bucket_bytes, recipe.machine.gpus_per_node)
     plan = max(plans.values(), key=copied_bytes)

@@ -34,7 +34,8 @@ def measure(model: str, out: Path) -> dict[bool, list[float]]:
     """Return the seconds of steps, by whether they have a pass before the update."""
     import torch.distributed as dist
 
-    from hybrid3d.config import Algorithm, Data, Kl, Model, Optimizer, Recipe, Rollout, Run, Train
+    from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Train
+    from hybrid3d.config.sections.algorithm import Kl
     from hybrid3d.generation.samples import RolloutBatch, Sample
     from hybrid3d.inputs.models import read_config
     from hybrid3d.reshard.move.device import synchronize

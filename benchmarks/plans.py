@@ -24,7 +24,7 @@ GB per rank that generates that are wanted, that are received, that of these cro
 together, once, what several of them want), and that would be received if every tensor were gathered on every rank
 (broadcasts over pipeline stages, all-gathers over TP and EP). Memory is the maximum over GPUs in GB, of the 85 GB that
 an H100 or A100 of 80 GiB has. It includes a reserve of 3 to 6 GB for contexts, NCCL's communicators and vLLM's CUDA
-graphs, parts of which are assumed (`planning/reserve.py`); the recipes leave 4 % free. Of 512 + 256 GPUs the first
+graphs, parts of which are assumed (`planning/hardware.py`); the recipes leave 4 % free. Of 512 + 256 GPUs the first
 train and the others generate.
 
 {bytes}

@@ -35,7 +35,8 @@ def measure(model: str, dtype: str, out: Path) -> dict[str, float]:
     """Return medians of the seconds of a step and of recording it, and the bytes that it writes by file."""
     import torch.distributed as dist
 
-    from hybrid3d.config import Algorithm, Data, Kl, Model, Optimizer, Recipe, Rollout, Run, Train
+    from hybrid3d.config import Algorithm, Data, Model, Optimizer, Recipe, Rollout, Run, Train
+    from hybrid3d.config.sections.algorithm import Kl
     from hybrid3d.generation.samples import RolloutBatch, Sample
     from hybrid3d.inputs.models import read_config
     from hybrid3d.reshard.move.device import synchronize

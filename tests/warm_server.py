@@ -102,10 +102,10 @@ def inspect_models_here() -> None:
 
 def check_engines_once() -> Callable[[], list[str]]:
     """Let commands in this process compare the engines' sources once, which takes two seconds; return what does it."""
-    from hybrid3d.cli import touch_points
+    from hybrid3d.cli import starting
 
-    touch_points.check_installed = functools.cache(touch_points.check_installed)
-    return touch_points.check_installed
+    starting.check_installed = functools.cache(starting.check_installed)
+    return starting.check_installed
 
 
 def _remove(folder: str) -> None:

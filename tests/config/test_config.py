@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 import hybrid3d
-from hybrid3d.config import Agents, Kl, Machine, Recipe, RecipeError, Rollout, Train, load_recipe, recipe_to_yaml
+from hybrid3d.config import Agents, Machine, Recipe, RecipeError, Rollout, Train, load_recipe, recipe_to_yaml
+from hybrid3d.config.sections.algorithm import Kl
 from hybrid3d.generation.agents.program import find_agent_problems
 
 # The recipe of the design's contracts, letter by letter.

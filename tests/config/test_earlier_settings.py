@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hybrid3d.config import RecipeError, load_recipe
-from hybrid3d.config.former import with_present_settings
+from hybrid3d.config.load import with_present_settings
 from hybrid3d.config.schema import flatten_settings, read_yaml, to_raw
 from hybrid3d.report.run_data import read_run
 from hybrid3d.run.identity import _settings_that_differ

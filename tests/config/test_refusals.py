@@ -14,10 +14,8 @@ from typing import get_type_hints
 import pytest
 
 from hybrid3d.config import Recipe, refusals
-from hybrid3d.config.messages import join_keys
-from hybrid3d.config.only_if import ONLY_IF, OnlyIf
-from hybrid3d.config.refusals import Refusal
-from hybrid3d.config.schema import key_of, section_type
+from hybrid3d.config.refusals import ONLY_IF, OnlyIf, Refusal
+from hybrid3d.config.schema import join_keys, key_of, section_type
 
 ROOT = Path(__file__).resolve().parents[2]
 TREES = {path.name: ast.parse(path.read_text()) for path in sorted((ROOT / "src/hybrid3d/config").glob("*.py"))}

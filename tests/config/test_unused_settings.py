@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hybrid3d.config import RecipeError, load_recipe, recipe_to_yaml
-from hybrid3d.config.only_if import IN_PROCESS
+from hybrid3d.config.refusals import IN_PROCESS
 from hybrid3d.scoring.environments import ENVIRONMENTS
 from hybrid3d.scoring.functions import REWARDS
 

@@ -24,9 +24,8 @@ from transformers import AutoModelForCausalLM
 import warm_python
 from hybrid3d import cli
 from hybrid3d.config import load_recipe
-from hybrid3d.doctor import answers, files, groups, network, resources
+from hybrid3d.doctor import CANNOT_START, OK, SLOW, Context, Finding, answers, files, groups, network, resources
 from hybrid3d.doctor import resources as devices
-from hybrid3d.doctor.finding import CANNOT_START, OK, SLOW, Context, Finding
 from hybrid3d.doctor.page import EXAMINATIONS, can_start, format_json, format_page
 from hybrid3d.run.folder import RunFolder
 from run_ranks import environment

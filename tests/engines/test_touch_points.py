@@ -16,9 +16,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from hybrid3d import cli
-from hybrid3d.cli import touch_points as commands
-from hybrid3d.doctor import packages
-from hybrid3d.doctor.finding import CANNOT_START, SLOW
+from hybrid3d.cli import starting as commands
+from hybrid3d.doctor import CANNOT_START, SLOW, packages
 from hybrid3d.engines import compare as comparison
 from hybrid3d.engines import installed
 from hybrid3d.engines.certificates import standing_of_installed

@@ -20,7 +20,7 @@ from hybrid3d.certify.findings import Findings
 from hybrid3d.certify.rounds import Certification
 from hybrid3d.certify.task import raw_recipe
 from hybrid3d.config import read_recipe
-from hybrid3d.config.overrides import apply_overrides
+from hybrid3d.config.load import apply_overrides
 from hybrid3d.rollout import finalize
 from hybrid3d.train.megatron import runtime
 

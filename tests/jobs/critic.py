@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from hybrid3d import distributed
-from hybrid3d.config import RewardRole, RoleRanks, Train
+from hybrid3d.config import RoleRanks, Train
+from hybrid3d.config.sections.engines import RewardRole
 from hybrid3d.inputs.models import read_config
 from hybrid3d.rl.batch import Rows
 from hybrid3d.scoring.scorer import Query

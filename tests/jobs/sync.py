@@ -37,7 +37,7 @@ from hybrid3d.config import (
     Train,
     recipe_to_yaml,
 )
-from hybrid3d.config.interval import is_due
+from hybrid3d.config.schema import is_due
 from hybrid3d.families import family_of
 from hybrid3d.reshard.files import load_files
 from hybrid3d.reshard.plan.planner import Transfer

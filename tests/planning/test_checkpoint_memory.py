@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from hybrid3d.config import Machine, Run, Train, load_recipe
-from hybrid3d.planning.checkpoint_memory import choose_sharding, estimate_checkpoint
 from hybrid3d.planning.hardware import hardware_of
-from hybrid3d.planning.memory import StageMemory
+from hybrid3d.planning.memory import StageMemory, choose_sharding
+from hybrid3d.planning.report import estimate_checkpoint
 from run_ranks import ROOT
 
 pytestmark = pytest.mark.engines  # the memory of training is imported beside Megatron

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from hybrid3d.config import Recipe, load_recipe
-from hybrid3d.planning import kept_placement
-from hybrid3d.planning.kept_placement import (
+from hybrid3d.planning import agreed_placement
+from hybrid3d.planning.agreed_placement import (
     computing_placement,
     find_placement,
     keep_placement,
@@ -39,7 +39,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
         asked.append(recipe)
         return json.dumps(SLOTS)
 
-    monkeypatch.setattr(kept_placement, "run_in_subprocess", run)
+    monkeypatch.setattr(agreed_placement, "run_in_subprocess", run)
     return asked
 
 
@@ -69,9 +69,9 @@ def test_placement_file_differs_for_another_config_version_or_code(
     config = json.loads(Path("recipes/models/qwen3-8b/config.json").read_text(encoding="utf-8"))
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}), encoding="utf-8")
     found = {before, placement_file(tmp_path, replace(recipe, model=replace(recipe.model, path=str(tmp_path))))}
-    monkeypatch.setattr(kept_placement, "installed_version", lambda package: "0")
+    monkeypatch.setattr(agreed_placement, "installed_version", lambda package: "0")
     found.add(placement_file(tmp_path, recipe))
-    monkeypatch.setattr(kept_placement, "_code_digest", lambda: "other")
+    monkeypatch.setattr(agreed_placement, "_code_digest", lambda: "other")
     assert len({*found, placement_file(tmp_path, recipe)}) == 4
 
 
@@ -112,7 +112,7 @@ def test_ranks_wait_for_what_the_launcher_computes(
         )
         return subprocess.Popen([sys.executable, "-c", script], text=True), answer
 
-    monkeypatch.setattr(kept_placement, "start_subprocess", start)
+    monkeypatch.setattr(agreed_placement, "start_subprocess", start)
     with computing_placement(recipe, tmp_path):
         assert not computed
         assert find_placement(recipe, tmp_path) == ([3, 2, 1, 0] if code == 0 else SLOTS)
@@ -123,7 +123,7 @@ def test_ranks_wait_for_what_the_launcher_computes(
 def test_placement_is_not_computed_where_ranks_keep_their_order(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_placement, "start_subprocess", None)
+    monkeypatch.setattr(agreed_placement, "start_subprocess", None)
     for change in (["debug.placement=consecutive"], ["rollout.tp=1"]):
         with computing_placement(load_recipe(RECIPE[0], [*RECIPE[1], *change]), tmp_path):
             pass

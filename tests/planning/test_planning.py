@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 import warm_python
 from commands import ROOT, python
 from hybrid3d.config import Machine, Recipe, Rollout, load_recipe, recipe_to_yaml
-from hybrid3d.planning import agreed_placement, engine_queries, traffic
+from hybrid3d.planning import engine_queries, traffic
 from hybrid3d.planning.estimates import gather_traffic, inter_node_bytes
 from hybrid3d.planning.page import group_traffic
 from hybrid3d.reshard.plan.planner import PlanError
@@ -38,13 +38,13 @@ def test_class_that_has_lost_a_tensor_is_seen(
 ) -> None:
     recipe, config = recipe_for(tiny_checkpoint("qwen2"))
     asked = engine_queries.query_engines(recipe, config)
-    real = agreed_placement.classify_tensors
+    real = engine_queries.classify_tensors
 
     def fewer(*args: Any) -> list[Any]:
         return [replace(one, count=max(1, one.count - 1)) for one in real(*args)]
 
     traffic.compute_sync_traffic(recipe, asked)
-    monkeypatch.setattr(agreed_placement, "classify_tensors", fewer)
+    monkeypatch.setattr(engine_queries, "classify_tensors", fewer)
     with pytest.raises(PlanError, match=r"bytes, .* arrive"):
         traffic.compute_sync_traffic(recipe, asked)
 
@@ -130,7 +130,7 @@ def test_engine_queries_leave_no_trace_where_engines_will_run(
         + """
 from dataclasses import replace
 from hybrid3d.config import RecipeError, load_recipe
-from hybrid3d.planning.kept_placement import run_in_subprocess
+from hybrid3d.planning.agreed_placement import run_in_subprocess
 from hybrid3d.launch.preflight import check_fit
 recipe = load_recipe("recipe.yaml")
 recipe = replace(recipe, reward=replace(recipe.reward, overlong_buffer=recipe.rollout.max_new_tokens))

@@ -38,7 +38,7 @@ WORK = {rank: EncodingWork(launches=1000, host_waits=50, counted=8e9, found=8e9,
 
 def test_changed_sync_of_two_percent_bfloat16_matches_hand_numbers(recipe: Recipe) -> None:
     """Of 50 elements one: 16 bits of its value, 5 low bits, 1 + 50 / 32 high bits; entropy H(0.02) / 0.02 = 7.072."""
-    found = predict_changed_sync(recipe, traffic(), 12_000_000_000, hardware_of(recipe.machine), 0.02, WORK)
+    found = predict_changed_sync(recipe, traffic(), hardware_of(recipe.machine), 0.02, WORK)
     assert found.delta_bytes == pytest.approx(6e9 * 0.02 * (16 + 5 + 1 + 50 / 32) / 8, rel=1e-4)
     entropy = -(0.02 * math.log2(0.02) + 0.98 * math.log2(0.98)) / 0.02
     assert found.delta_bound_bytes == pytest.approx(6e9 * 0.02 * (16 + entropy) / 8, rel=1e-4)
@@ -48,7 +48,7 @@ def test_changed_sync_of_two_percent_bfloat16_matches_hand_numbers(recipe: Recip
 
 
 def test_changed_sync_of_all_elements_is_a_full_sync(recipe: Recipe) -> None:
-    found = predict_changed_sync(recipe, traffic(), 12_000_000_000, hardware_of(recipe.machine), 1.0, WORK)
+    found = predict_changed_sync(recipe, traffic(), hardware_of(recipe.machine), 1.0, WORK)
     assert found.delta_bytes == found.delta_network_bytes == 12_000_000_000
     assert found.wire.network == pytest.approx(8e9 / 50e9)
 
@@ -60,7 +60,7 @@ def test_seconds_have_encoding_in_them(recipe: Recipe) -> None:
     3,350 GB/s.
     """
     hardware = hardware_of(recipe.machine)
-    found = predict_changed_sync(recipe, traffic(), 12_000_000_000, hardware, 0.02, WORK)
+    found = predict_changed_sync(recipe, traffic(), hardware, 0.02, WORK)
     touched = 8e9 * (4.125 + 0.625 + 0.02 * 166) + 1e9 * 0.02 * (88 + 5 * 45.5)
     assert found.encoding_seconds == pytest.approx(1000 * 5e-6 + 50 * 20e-6 + touched / (3350e9 / 2), rel=1e-6)
     assert found.seconds == found.encoding_seconds > found.wire.seconds
@@ -70,13 +70,13 @@ def test_seconds_have_encoding_in_them(recipe: Recipe) -> None:
 def test_auto_sends_what_is_expected_sooner(recipe: Recipe) -> None:
     """The same changes: where messages are few and the network slow, and where all of it is in a node."""
     work = dict.fromkeys(range(2), EncodingWork(launches=10_000, host_waits=500))
-    far = predict_changed_sync(recipe, traffic(), 12_000_000_000, hardware_of(recipe.machine), 0.005, work)
+    far = predict_changed_sync(recipe, traffic(), hardware_of(recipe.machine), 0.005, work)
     assert far.is_faster == (far.seconds < far.dense_seconds)
     slow = replace(recipe, sync=replace(recipe.sync, overlap=False))
-    found = predict_changed_sync(slow, traffic(), 12_000_000_000, hardware_of(recipe.machine), 0.005, work)
+    found = predict_changed_sync(slow, traffic(), hardware_of(recipe.machine), 0.005, work)
     assert found.is_faster  # 60 ms, and 160 of the network
     near = replace(slow, machine=replace(recipe.machine, gpus_per_node=2))
-    found = predict_changed_sync(near, traffic(), 0, hardware_of(recipe.machine), 0.005, work)
+    found = predict_changed_sync(near, traffic(), hardware_of(recipe.machine), 0.005, work)
     assert not found.is_faster  # 60 ms, and 18 of NVLink
 
 
@@ -85,7 +85,7 @@ def test_sync_that_begins_with_no_update_is_not_hidden(recipe: Recipe) -> None:
     ahead = [*SPLIT, "async.max_staleness=1", "algorithm.correction.kind=truncate"]
     together, apart = (load_recipe("recipes/qwen2.5-7b.yaml", settings) for settings in (SPLIT, ahead))
     seconds = [
-        predict_changed_sync(one, traffic(), 12_000_000_000, hardware_of(recipe.machine), 0.005, WORK).dense_seconds
+        predict_changed_sync(one, traffic(), hardware_of(recipe.machine), 0.005, WORK).dense_seconds
         for one in (together, apart)
     ]
     assert seconds[0] < seconds[1] == pytest.approx(8e9 / 50e9)
@@ -105,7 +105,7 @@ def test_sync_that_begins_with_no_update_is_not_hidden(recipe: Recipe) -> None:
 def test_plan_promises_changed_elements_only_where_syncs_can_send_them(settings: list[str], why: str) -> None:
     recipe = load_recipe("recipes/qwen2.5-7b.yaml", ["machine.gpus_per_node=1", *settings])
     work = dict.fromkeys(range(2), EncodingWork(launches=0))
-    found = predict_changed_sync(recipe, traffic(), 12_000_000_000, hardware_of(recipe.machine), 0.005, work)
+    found = predict_changed_sync(recipe, traffic(), hardware_of(recipe.machine), 0.005, work)
     assert found.is_faster
     assert report._changed_numbers(found, recipe)["delta_chosen"] == (not why)
     said = page._changed(SimpleNamespace(recipe=recipe, changed=found))

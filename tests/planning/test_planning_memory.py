@@ -15,7 +15,7 @@ from hybrid3d.config import OFFLOADS, Train, load_recipe
 from hybrid3d.config.model_shape import ModelShape
 from hybrid3d.families import FAMILIES, family_of
 from hybrid3d.planning.fitting import MemoryEstimator
-from hybrid3d.planning.hardware import hardware_of
+from hybrid3d.planning.hardware import COMMUNICATOR, Reserve, count_rollout_groups, hardware_of, reserve_of
 from hybrid3d.planning.memory import (
     MemoryEstimate,
     ParameterCounts,
@@ -25,7 +25,6 @@ from hybrid3d.planning.memory import (
     estimate_stages,
     stage_activations,
 )
-from hybrid3d.planning.reserve import COMMUNICATOR, NO_RESERVE, Reserve, count_rollout_groups, reserve_of
 from hybrid3d.train.megatron.build import build_model
 from hybrid3d.train.megatron.probe import expected_shapes, holdings_of_all, mtp_holdings, representative_layer_counts
 from hybrid3d.train.megatron.runtime import as_rank, on_device
@@ -190,9 +189,10 @@ def memory(**changes: Any) -> MemoryEstimate:
         kv_bytes_per_token=100_000,
         max_model_len=changes.get("max_model_len", 4096),
         sleeps=changes.get("sleeps", True),
+        keeps_weights=False,
         offloads=changes.get("offloads", ()),
         split=changes.get("split", False),
-        reserve=changes.get("reserve", NO_RESERVE),
+        reserve=changes.get("reserve", Reserve()),
     )
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from commands import EXPERTS, ROOT, demo_folder, experts_folder, hybrid3d
 from hybrid3d.config import load_recipe
-from hybrid3d.planning.reserve import count_training_groups
+from hybrid3d.planning.hardware import count_training_groups
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from hybrid3d import cli
 from hybrid3d.config import RecipeError, load_recipe
-from hybrid3d.config.interval import is_due
+from hybrid3d.config.schema import is_due
 from hybrid3d.generation.engine import NO_CHOICES, ExpertChoices
 from hybrid3d.generation.samples import Sample
 from hybrid3d.replay.comparison import compare_runs, first_difference

@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import pytest
 
-from hybrid3d.config import Guard as Settings
 from hybrid3d.config import Recipe, load_recipe
+from hybrid3d.config.sections.learning import Guard as Settings
 from hybrid3d.rl.kl import KlController
 from hybrid3d.run.health import MIN_GRAD_NORMS, Guard, TooManyInterventions
 from hybrid3d.run.logger import RunLogger

@@ -14,8 +14,8 @@ import pytest
 
 import warm_python
 from commands import ROOT, experts_folder, read_events, read_rows
-from hybrid3d.config import Guard as Settings
 from hybrid3d.config import load_recipe
+from hybrid3d.config.sections.learning import Guard as Settings
 from hybrid3d.run.health import MAX_EXPLAINED_MISMATCH, EngineMismatch, Guard
 from hybrid3d.run.logger import RunLogger
 from run_ranks import environment

@@ -14,9 +14,9 @@ from hybrid3d.config import Recipe, RecipeError
 from hybrid3d.config.load import load_derived
 from hybrid3d.families import Config
 from hybrid3d.inputs.models import read_config
+from hybrid3d.planning.agreed_placement import run_in_subprocess
 from hybrid3d.planning.engine_queries import query_engines
 from hybrid3d.planning.hardware import available_memory
-from hybrid3d.planning.kept_placement import run_in_subprocess
 from hybrid3d.planning.traffic import compute_sync_traffic
 
 PROCESS_BYTES = 1_500_000_000  # of a rank that has imported both engines, without a model; measured on a CPU

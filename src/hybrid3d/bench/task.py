@@ -16,7 +16,7 @@ from hybrid3d.bench.gathering import GatherBaseline, Peers
 from hybrid3d.bench.values import SyntheticChanges, SyntheticWeights, fill, wrong
 from hybrid3d.bench.wire import Wire, bytes_by_peer
 from hybrid3d.config import Recipe
-from hybrid3d.config.interval import is_due
+from hybrid3d.config.schema import is_due
 from hybrid3d.distributed import RoleGroups
 from hybrid3d.inputs.models import read_config
 from hybrid3d.ledger import wait_for_all

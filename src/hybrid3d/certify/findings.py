@@ -31,7 +31,6 @@ class Check:
 
     Attributes:
         compared: how many tensors, modules or tokens were compared.
-        nbytes: their bytes.
         wrong: what is not as it must be: names, each with the first difference.
     """
 
@@ -48,18 +47,13 @@ class Findings:
 
     def compare(self, name: str, found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
         """Compare tensors of the same names bit for bit."""
-        check = self.checks[name]
-        for key in sorted(found.keys() ^ expected.keys()):
-            check.wrong.append(f"{key}: {'not expected' if key in found else 'missing'}")
-        for key in found.keys() & expected.keys():
-            check.compared += 1
-            check.nbytes += expected[key].nbytes
-        problems = [
-            f"{key}: {problem}"
-            for key in found
-            if key in expected and (problem := describe_difference(found[key], expected[key]))
-        ]
-        check.wrong += problems
+        unpaired = sorted(found.keys() ^ expected.keys())
+        wrong = [f"{key}: {'not expected' if key in found else 'missing'}" for key in unpaired]
+        both = [key for key in found if key in expected]
+        for key in both:
+            if difference := describe_difference(found[key], expected[key]):
+                wrong.append(f"{key}: {difference}")
+        self.count(name, len(both), sum(expected[key].nbytes for key in both), wrong)
 
     def count(self, name: str, compared: int, nbytes: int, wrong: Sequence[str]) -> None:
         """Add the result of another comparison."""
@@ -120,8 +114,7 @@ def summarize(recipe: Recipe, source: str, tiny: bool, rounds: int, result: Mapp
     """Return the certificate as a JSON object.
 
     Args:
-        source: the model that was named.
-        tiny: whether a tiny checkpoint of the same config stands for it.
+        tiny: whether a tiny checkpoint of the same config stands for the model `source`.
         rounds: how many were to be done.
         result: as `Certification.result` returns it.
     """
@@ -139,7 +132,7 @@ def summarize(recipe: Recipe, source: str, tiny: bool, rounds: int, result: Mapp
         "rounds": result["rounds"],
         "syncs_of_changes": result["deltas"],
         "mismatch": result["mismatch"],
-        "layouts": {"train": _train(recipe), "rollout": _rollout(recipe)},
+        "layouts": _layouts(recipe),
         "dtype": recipe.model.dtype,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "versions": {"hybrid3d": __version__, **{name: installed_version(name, f"{name}-cpu") for name in PACKAGES}},
@@ -148,15 +141,14 @@ def summarize(recipe: Recipe, source: str, tiny: bool, rounds: int, result: Mapp
     }
 
 
-def _train(recipe: Recipe) -> str:
-    layout = recipe.train
-    sizes = {key: getattr(layout, key) for key in ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")}
-    return " ".join(f"{key}{size}" for key, size in sizes.items() if size > 1 or key in ("tp", "pp"))
-
-
-def _rollout(recipe: Recipe) -> str:
-    assert recipe.rollout is not None
-    return f"tp{recipe.rollout.tp} dp{recipe.rollout.dp}" + (" ep" if recipe.rollout.expert_parallel else "")
+def _layouts(recipe: Recipe) -> dict[str, str]:
+    train, rollout = recipe.train, recipe.rollout
+    assert rollout is not None
+    sizes = {key: getattr(train, key) for key in ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")}
+    return {
+        "train": " ".join(f"{key}{size}" for key, size in sizes.items() if size > 1 or key in ("tp", "pp")),
+        "rollout": f"tp{rollout.tp} dp{rollout.dp}" + (" ep" if rollout.expert_parallel else ""),
+    }
 
 
 def _not_proven(recipe: Recipe, tiny: bool, rounds: int, refused: bool, result: Mapping[str, Any]) -> Iterator[str]:

@@ -111,7 +111,9 @@ class Certification:
         source = PlainSource(held.tensors, held.holdings, changes=self._weights)
         self._sync = weight_sync(recipe, group, source, self._engine.sink())
         self._requests = prompts_of(config["vocab_size"], recipe)
-        self._computes = can_compute(recipe)
+        assert recipe.rollout is not None
+        # vLLM 0.32 crashes on a CPU where ranks share experts
+        self._computes = not recipe.rollout.expert_parallel or torch.cuda.is_available()
         self.findings = Findings()
         self.deltas: list[int] = []
         self.dense_reasons: list[str] = []
@@ -120,10 +122,10 @@ class Certification:
 
     def run(self, rounds: int, print_status: Callable[[str], object]) -> None:
         """Run so many more rounds, or up to the first in which something is wrong on any rank."""
-        first = self.rounds
-        for number in range(first, first + rounds):
-            print_status(f"round {number + 1} of {first + rounds}")
-            self._run_round(number)
+        last = self.rounds + rounds
+        while self.rounds < last:
+            print_status(f"round {self.rounds + 1} of {last}")
+            self._run_round(self.rounds)
             self.rounds += 1
             if any(distributed.gather_objects(self.findings.any_wrong, self._group)):
                 return
@@ -257,12 +259,6 @@ class Certification:
         """Shut vLLM down, which destroys the process groups."""
         dist.barrier(self._group)
         self._engine.close()
-
-
-def can_compute(recipe: Recipe) -> bool:
-    """Return whether vLLM can compute with this layout here: 0.32 crashes on a CPU where ranks share experts."""
-    assert recipe.rollout is not None
-    return not recipe.rollout.expert_parallel or torch.cuda.is_available()
 
 
 def describe_answers(live: Completion, fresh: Completion) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,37 +20,20 @@ from hybrid3d.watch.heartbeat import enter_phase
 RESULT, PAGE = "certify.json", "certify.md"  # in the folder of the certification
 
 
-@dataclass(frozen=True)
-class Subject:
-    """What is certified.
+def certify(
+    recipe: Recipe, folder: RunFolder, model: str, tiny: Config | None, rounds: int, as_json: bool, start: RankStart
+) -> bool:
+    """Run the rounds as one of the ranks, write the certificate and print it; return whether everything is proven.
 
-    Attributes:
+    Args:
         model: as the user named it.
         tiny: the config of the tiny checkpoint that stands for it; None where its own weights are used.
-    """
-
-    model: str
-    tiny: Config | None
-
-
-def certify(
-    recipe: Recipe,
-    folder: RunFolder,
-    subject: Subject,
-    rounds: int,
-    as_json: bool,
-    start: RankStart,
-) -> bool:
-    """Run the rounds as one of the ranks, write the certificate and print it.
-
-    Returns:
-        Whether everything is proven, on every rank.
     """
     rank, store, console = start.rank, start.store, start.console
 
     def write() -> None:
-        if subject.tiny is not None:
-            write_checkpoint(Path(recipe.model.path), subject.tiny)
+        if tiny is not None:
+            write_checkpoint(Path(recipe.model.path), tiny)
 
     share(store, rank, "model", write)
     slots = choose_placement(recipe, store, folder.path, start.progress.restart_count)
@@ -63,7 +45,7 @@ def certify(
     print_status("building both engines")
     certification = Certification(recipe, folder.path, groups.everyone, slots)
     certification.run(rounds, print_status)
-    found = summarize(recipe, subject.model, subject.tiny is not None, rounds, certification.result())
+    found = summarize(recipe, model, tiny is not None, rounds, certification.result())
     if rank == 0:
         (folder.path / RESULT).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
         page = format_page(found)

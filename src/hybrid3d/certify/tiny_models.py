@@ -29,7 +29,6 @@ MAX_SIZES = {
     "q_lora_rank": 128,
 }
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-PER_LAYER = ("layer_types",)
 
 
 def shrunk(config: Config, layers: int) -> dict[str, Any]:
@@ -52,18 +51,15 @@ def shrunk(config: Config, layers: int) -> dict[str, Any]:
         found |= {"num_attention_heads": min(heads, MAX_GROUPS), "num_key_value_heads": min(groups, MAX_GROUPS)}
         found["hidden_size"] = min(config["hidden_size"], MAX_GROUPS * HEAD_DIM)
     found["intermediate_size"] = min(config["intermediate_size"], 2 * found["hidden_size"])
-    for key in PER_LAYER:
-        if isinstance(config.get(key), list):
-            found[key] = config[key][:count]
+    if isinstance(config.get("layer_types"), list):
+        found["layer_types"] = config["layer_types"][:count]
     if config.get("max_window_layers") is not None:
         found["max_window_layers"] = min(config["max_window_layers"], count)
     if config.get("mlp_only_layers"):
         found["mlp_only_layers"] = [layer for layer in config["mlp_only_layers"] if layer < count]
     if config.get("num_nextn_predict_layers"):
         found["num_nextn_predict_layers"] = 0
-    for key in TOKENS:
-        if config.get(key) is not None:
-            found[key] = 0
+    found |= dict.fromkeys((key for key in TOKENS if config.get(key) is not None), 0)
     found.pop("quantization_config", None)
     return found
 

@@ -88,7 +88,11 @@ class _Parser(argparse.ArgumentParser):
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     """Parse the arguments, allowing settings after options, which argparse alone does not."""
-    parser = _parser()
+    parser = _Parser(prog="hybrid3d", description=__doc__.split("\n")[0])
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        command.add_parser(commands)
     passed_on: Sequence[str] = ()
     if arguments[:1] == ["serve"] and "--" in arguments:
         end = arguments.index("--")
@@ -102,15 +106,6 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     if settings:
         options.overrides = [*options.overrides, *settings]
     return options
-
-
-def _parser() -> _Parser:
-    parser = _Parser(prog="hybrid3d", description=__doc__.split("\n")[0])
-    parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        command.add_parser(commands)
-    return parser
 
 
 class Stopped(BaseException):

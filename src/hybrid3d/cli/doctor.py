@@ -83,7 +83,7 @@ def _examine_as_rank(recipe: Recipe | None, options: argparse.Namespace) -> int:
     if CHECKED in os.environ:  # started by the examination of one machine
         folder = RunFolder.for_recipe(recipe)
         return run_as_rank(recipe, folder, functools.partial(measure_groups, recipe, folder))
-    from hybrid3d.doctor.nodes import NodesExamination
+    from hybrid3d.doctor.page import NodesExamination
 
     selected = _selected(options.only)
     nodes = NodesExamination(recipe, selected, options.json is not None)

@@ -77,11 +77,7 @@ def make_plan(recipe: Recipe, on_progress: ProgressCallback, changed_fraction: f
 
 
 def _picture_path(text: str) -> Path:
-    """Return the file of `--picture`, after checking that it is writable, because planning takes time.
-
-    Raises:
-        RecipeError: the file cannot be written.
-    """
+    """Return the file of `--picture`; raise RecipeError if it is not writable, because planning takes time."""
     path, option = path_argument(text, "--picture"), f"--picture {text}"
     if path.suffix.lower() not in PICTURES:
         raise RecipeError(option, [f"unknown file name extension {path.suffix!r}: use {', '.join(PICTURES)}"])

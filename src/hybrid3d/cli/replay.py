@@ -8,11 +8,11 @@ import json
 import os
 
 from hybrid3d import launch_environment
-from hybrid3d.cli.starting import launch_ranks, run_as_judging_rank
-from hybrid3d.cli.terminal import DONE, FAILED, Commands, make_console, path_argument
-from hybrid3d.config import Recipe, RecipeError, check_layout_early, load_recipe
+from hybrid3d.cli.starting import failed_if_not, find_run, launch_ranks, run_as_judging_rank
+from hybrid3d.cli.terminal import DONE, FAILED, Commands, make_console
+from hybrid3d.config import RecipeError, check_layout_early, load_recipe
 from hybrid3d.launch_environment import CHECKED
-from hybrid3d.run.folder import RunFolder
+from hybrid3d.run.folder import RunFolder, replay_path
 
 
 def add_parser(commands: Commands) -> None:
@@ -27,11 +27,11 @@ def add_parser(commands: Commands) -> None:
 
 
 def _run(options: argparse.Namespace, arguments: list[str]) -> int:
-    folder = _run_folder(options.folder, "RUN").with_logs_in("replay")
+    folder = find_run(options.folder, "RUN", "replay")
     if options.against is not None:
         if options.overrides:
             raise RecipeError("replay --against", [f"{options.overrides[0]}: nothing runs that has a layout"])
-        return _compare(folder, _run_folder(options.against, "--against"), options.json)
+        return _compare(folder, find_run(options.against, "--against"), options.json)
     from hybrid3d.replay.plan import find_start, training_recipe
 
     recipe = training_recipe(load_recipe(folder.recipe), options.overrides)
@@ -47,30 +47,11 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
         check_replay(recipe, folder, start, options.step)
     if not launch_environment.under_launcher():
         code = launch_ranks(arguments, recipe, folder, make_console(stderr=options.json), generates=False)
-        return code if code != DONE or _as_recorded(folder, options.step) else FAILED
-    return _run_rank(recipe, folder, options, start)
-
-
-def _run_folder(text: str, option: str) -> RunFolder:
-    """Return the folder of a run from the command line. RecipeError: it is none."""
-    folder = RunFolder(path_argument(text, option))
-    folder.check()
-    if not folder.recipe.exists():
-        raise RecipeError(str(folder.path), ["not the folder of a run: it has no recipe.yaml"])
-    return folder
-
-
-def _run_rank(recipe: Recipe, folder: RunFolder, options: argparse.Namespace, start: int) -> int:
+        return failed_if_not("as_recorded", replay_path(folder, options.step), code)
     from hybrid3d.trainer.start import replay
 
-    arguments = recipe, folder, options.overrides, start, options.step, options.json
-    return run_as_judging_rank(recipe, folder, functools.partial(replay, *arguments))
-
-
-def _as_recorded(folder: RunFolder, step: int) -> bool:
-    from hybrid3d.run.folder import replay_path
-
-    return bool(json.loads(replay_path(folder, step).read_text(encoding="utf-8"))["as_recorded"])
+    task = functools.partial(replay, recipe, folder, options.overrides, start, options.step, options.json)
+    return run_as_judging_rank(recipe, folder, task)
 
 
 def _compare(folder: RunFolder, other: RunFolder, as_json: bool) -> int:

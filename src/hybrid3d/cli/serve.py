@@ -48,11 +48,7 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _check_address(host: str, port: int) -> None:
-    """Check that the address can be listened at, because loading a model takes minutes.
-
-    Raises:
-        RecipeError: it cannot.
-    """
+    """Raise RecipeError if the address cannot be listened at, because loading a model takes minutes."""
     option = f"--host {host} --port {port}"
     if not 0 < port <= MAX_PORT:
         raise RecipeError(option, [f"a port is a number from 1 to {MAX_PORT}"])
@@ -67,11 +63,7 @@ def _check_address(host: str, port: int) -> None:
 
 
 def _find_model(options: argparse.Namespace) -> tuple[Path, str, Recipe | None]:
-    """Return a Hugging Face checkpoint, its name, and for that of a run the recipe; a run's is exported first.
-
-    Raises:
-        RecipeError: the folder is neither a run's nor a checkpoint, or an option does not apply to it.
-    """
+    """Return a Hugging Face checkpoint, its name, and for that of a run the recipe; a run's is exported first."""
     path, overrides = path_argument(options.folder, "FOLDER"), options.overrides
     folder = RunFolder(path)
     if folder.recipe.exists():
@@ -98,9 +90,6 @@ def _export(folder: RunFolder, step: int, recipe: Recipe) -> Path:
     """Return the Hugging Face checkpoint of a step in the run's folder, after exporting it if it is not there.
 
     It has the adapters of a run in the weights. It is found by the checkpoint's content, not by the step alone.
-
-    Raises:
-        RecipeError: the checkpoint has changed meanwhile.
     """
     from hybrid3d.run.identity import derived_key
 

@@ -14,24 +14,44 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
 
 from hybrid3d import launch_environment
 from hybrid3d.cli.terminal import DONE, FAILED, make_console, path_argument
 from hybrid3d.config import Recipe, RecipeError, check_layout_early, load_recipe
+from hybrid3d.engines.compare import check_installed
 from hybrid3d.launch_environment import CHECKED
-from hybrid3d.run.folder import RunFolder
+from hybrid3d.run.folder import RunFolder, find_checkpoint_step
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from hybrid3d.launch.rank import Task
     from hybrid3d.ledger import RankStart
+
+
+def check_engines() -> list[str]:
+    """Check the installed engines' sources before ranks start, once on each node; return what to warn of.
+
+    Raises:
+        UserMistake: hybrid3d does not work with one of them.
+    """
+    if CHECKED in os.environ or (launch_environment.under_launcher() and launch_environment.local_rank() != 0):
+        return []
+    return check_installed()
+
+
+def print_warnings(texts: Iterable[str]) -> None:
+    """Print what to warn of to stderr: after all checks, so that a mistake is told alone."""
+    for text in texts:
+        make_console(stderr=True).print(text, style="yellow", highlight=False, markup=False, soft_wrap=True)
 
 
 def launch_ranks(
@@ -52,7 +72,7 @@ def launch_ranks(
         places: whether the ranks ask for their placement, which is computed while they start.
     """
     from hybrid3d.launch.launcher import check_devices, launch
-    from hybrid3d.planning.kept_placement import computing_placement
+    from hybrid3d.planning.agreed_placement import computing_placement
 
     check_devices(recipe, generates)
     placement = computing_placement(recipe, folder.path) if places else nullcontext()
@@ -94,12 +114,13 @@ def run_as_judging_rank(recipe: Recipe, folder: RunFolder, judge: Callable[..., 
     return code if code != DONE or passed or CHECKED in os.environ else FAILED
 
 
-def check_world(recipe: Recipe) -> None:
-    """Check that the external launcher has started as many ranks as the recipe's layout has, each with a GPU.
+def failed_if_not(verdict: str, file: Path, code: int) -> int:
+    """Return the exit code of ranks that a launcher has run, or FAILED if the verdict in their JSON file is false."""
+    return code if code != DONE or json.loads(file.read_text(encoding="utf-8"))[verdict] else FAILED
 
-    Raises:
-        RecipeError: it has not.
-    """
+
+def check_world(recipe: Recipe) -> None:
+    """Raise RecipeError if the external launcher has not started as many ranks as the recipe has, each with a GPU."""
     from hybrid3d.launch.launcher import check_node
 
     started = launch_environment.world_size()
@@ -114,14 +135,18 @@ def lock_run(folder: RunFolder) -> AbstractContextManager[None]:
     return folder.lock(functools.partial(make_console(stderr=True).print, soft_wrap=True))
 
 
-def load_run(options: argparse.Namespace, command: str) -> tuple[Recipe, RunFolder, int]:
-    """Return a run's recipe, its folder with the logs of this command, and the requested checkpoint step."""
-    from hybrid3d.run.folder import find_checkpoint_step
-
-    folder = RunFolder(path_argument(options.folder, "RUN")).with_logs_in(command)
+def find_run(text: str, option: str, command: str = "") -> RunFolder:
+    """Return the folder of a run, with the logs of this command; raise RecipeError if it is none."""
+    folder = RunFolder(path_argument(text, option)).with_logs_in(command)
     folder.check()
     if not folder.recipe.exists():
         raise RecipeError(str(folder.path), ["not the folder of a run: it has no recipe.yaml"])
+    return folder
+
+
+def load_run(options: argparse.Namespace, command: str) -> tuple[Recipe, RunFolder, int]:
+    """Return a run's recipe, its folder with the logs of this command, and the requested checkpoint step."""
+    folder = find_run(options.folder, "RUN", command)
     recipe = load_recipe(folder.recipe)
     recipe = replace(recipe, train=replace(recipe.train, fp8="none"))  # these commands train nothing
     if CHECKED not in os.environ:
@@ -145,7 +170,7 @@ def check_origin(folder: RunFolder, step: int) -> None:
 
     warning = check_step(folder, step)
     if warning and (not launch_environment.under_launcher() or launch_environment.rank() == 0):
-        make_console(stderr=True).print(warning, style="yellow", highlight=False, markup=False, soft_wrap=True)
+        print_warnings([warning])
 
 
 VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"

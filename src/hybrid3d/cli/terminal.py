@@ -31,11 +31,7 @@ def make_console(stderr: bool = False) -> Console:
 
 
 def path_argument(text: str, option: str) -> Path:
-    """Return a path from the command line.
-
-    Raises:
-        RecipeError: it is not a valid path.
-    """
+    """Return a path from the command line; raise RecipeError if it is not a valid one."""
     try:
         return Path(read_value(FilePath, text))
     except ValueError as error:

@@ -12,12 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybrid3d import launch_environment
-from hybrid3d.cli.starting import launch_ranks, lock_run, run_as_rank, set_device_connections
+from hybrid3d.cli.starting import (
+    check_engines,
+    launch_ranks,
+    lock_run,
+    print_warnings,
+    run_as_rank,
+    set_device_connections,
+)
 from hybrid3d.cli.terminal import DONE, Commands, add_recipe, make_console
-from hybrid3d.cli.touch_points import check_engines, print_warnings
 from hybrid3d.config import Recipe, RecipeError, check_layout_early, load_recipe
 from hybrid3d.launch_environment import CHECKED
-from hybrid3d.run.folder import RunFolder
+from hybrid3d.run.folder import RunFolder, checkpoint_folder, checkpoint_steps
 from hybrid3d.scoring.environments import find_environment
 from hybrid3d.scoring.functions import find_reward
 
@@ -76,9 +82,6 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _print_results(recipe: Recipe, folder: RunFolder, console: Console) -> None:
-    """Print the paths of a finished run's results, and the commands to evaluate and export it."""
-    from hybrid3d.run.folder import checkpoint_folder, checkpoint_steps
-
     last = checkpoint_folder(folder, checkpoint_steps(folder)[-1])
     lines = [f"\ncheckpoint  {last}", f"metrics     {folder.metrics}", f"curves      {folder.curves}"]
     command = shlex.quote(os.path.relpath(Path(sys.executable).with_name("hybrid3d")))

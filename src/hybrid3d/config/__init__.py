@@ -11,21 +11,9 @@ from hybrid3d.config.model_shape import ModelShape
 from hybrid3d.config.quantization_rules import FP8_ALIGNMENT
 from hybrid3d.config.recipe import Recipe
 from hybrid3d.config.schema import RecipeError
-from hybrid3d.config.sections.algorithm import Algorithm, Correction, Kl
-from hybrid3d.config.sections.engines import (
-    OFFLOADS,
-    Agents,
-    Async,
-    Debug,
-    Machine,
-    Model,
-    RewardRole,
-    RoleRanks,
-    Rollout,
-    Sync,
-    Train,
-)
-from hybrid3d.config.sections.learning import Critic, Data, Evaluation, Guard, Lora, Optimizer, Reward, Run
+from hybrid3d.config.sections.algorithm import Algorithm
+from hybrid3d.config.sections.engines import OFFLOADS, Agents, Async, Machine, Model, RoleRanks, Rollout, Sync, Train
+from hybrid3d.config.sections.learning import Data, Lora, Optimizer, Reward, Run
 
 __all__ = [
     "FP8_ALIGNMENT",
@@ -33,13 +21,7 @@ __all__ = [
     "Agents",
     "Algorithm",
     "Async",
-    "Correction",
-    "Critic",
     "Data",
-    "Debug",
-    "Evaluation",
-    "Guard",
-    "Kl",
     "Lora",
     "Machine",
     "Model",
@@ -48,7 +30,6 @@ __all__ = [
     "Recipe",
     "RecipeError",
     "Reward",
-    "RewardRole",
     "RoleRanks",
     "Rollout",
     "Run",

@@ -45,7 +45,6 @@ def check_async(recipe: Recipe) -> Iterator[Refusal]:
 
 
 def _check_partial(recipe: Recipe, ahead: Async, rollout: Rollout) -> Iterator[Refusal]:
-    """Yield what partial rollouts cannot do."""
     if ahead.keeps_cache and rollout.sleep and not recipe.is_split:
         yield not_built(  # weights can be kept in a vLLM that sleeps, and a cache could
             f"async.partial={ahead.partial}: vLLM frees its KV cache while it sleeps: set rollout.sleep=false"
@@ -120,13 +119,10 @@ def check_agents(recipe: Recipe) -> Iterator[Refusal]:
 
 def check_router_replay(recipe: Recipe) -> Iterator[Refusal]:
     """Yield where vLLM does not return the experts that it chose."""
-    replay, rollout = recipe.train.router_replay, recipe.rollout
-    if replay != "rollout" or rollout is None:
-        return
-    if recipe.async_.keeps_cache:
+    if recipe.train.router_replay == "rollout" and recipe.rollout is not None and recipe.async_.keeps_cache:
         yield by_engine(
             VLLM,
-            f"train.router_replay={replay}: vLLM returns experts only with its prefix cache, which "
+            "train.router_replay=rollout: vLLM returns experts only with its prefix cache, which "
             f"async.partial={recipe.async_.partial} turns off: set async.partial=continue, or train.router_replay=old",
         )
 
@@ -152,7 +148,6 @@ def check_split(recipe: Recipe) -> Iterator[Refusal]:
 
 
 def _check_whole_engines(recipe: Recipe) -> Iterator[Refusal]:
-    """Yield which of the settings that are a part of the ranks that generate are no number of whole engines."""
     role, rollout = recipe.roles.generation, recipe.rollout
     if rollout is None:
         return
@@ -199,11 +194,7 @@ def check_reward_ranks(recipe: Recipe) -> Iterator[Refusal]:
 
 
 def _check_nodes(recipe: Recipe, role: str, setting: str, tp: int) -> Iterator[Refusal]:
-    """Yield the first TP group of the ranks of a role that would fit into a node, but would be on two.
-
-    Args:
-        setting: the name of `tp`.
-    """
+    """Yield the first TP group of the ranks of a role that would fit into a node, but would be on two."""
     ranks, per_node = recipe.role_ranks[role], recipe.machine.gpus_per_node
     for first in ranks[::tp] if tp <= per_node else ():
         if first % per_node + tp > per_node:

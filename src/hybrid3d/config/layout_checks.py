@@ -46,10 +46,10 @@ def check_layout(recipe: Recipe, model: ModelShape, *, device: Device | None) ->
         valid_values: dict[str, list[str]] = {}
         lines = []
         for problem in problems:
-            for key in problem.settings if not problem.fix else ():
+            for key in problem.keys if not problem.fix else ():
                 if key not in valid_values:
                     valid_values[key] = _nearest_valid_values(recipe, model, device, key)
-            lines.append(f"{problem.message}: {problem.fix or _suggestion(problem.settings, valid_values)}")
+            lines.append(f"{problem.message}: {problem.fix or _suggestion(problem.keys, valid_values)}")
         raise RecipeError(f"recipe {recipe.name} does not fit its model", lines)
 
 
@@ -65,7 +65,7 @@ def _nearest_valid_values(recipe: Recipe, model: ModelShape, device: Device | No
         if key == "head_dim":
             return True
         tried = replace(recipe, **{section: replace(getattr(recipe, section), **{name: candidate})})
-        return not any(key in problem.settings for problem in find_layout_problems(tried, model, device))
+        return not any(key in problem.keys for problem in find_layout_problems(tried, model, device))
 
     below = next((n for n in reversed(candidates) if n < value and is_valid(n)), None)
     above = next((n for n in candidates if n > value and is_valid(n)), None)
@@ -77,10 +77,9 @@ def _nearest_valid_values(recipe: Recipe, model: ModelShape, device: Device | No
 
 def _suggestion(keys: Sequence[str], valid_values: Mapping[str, Sequence[str]]) -> str:
     suggestions = [
-        f"nearest valid {'value' if len(valid_values[key]) == 1 else 'values'} of {key} "
-        f"{'is' if len(valid_values[key]) == 1 else 'are'} {', '.join(valid_values[key])}"
+        f"nearest valid {f'value of {key} is' if len(values) == 1 else f'values of {key} are'} {', '.join(values)}"
         for key in keys
-        if valid_values[key]
+        if (values := valid_values[key])
     ]
     return "; ".join(suggestions) or f"no value of {' or '.join(keys)} alone is valid here"
 

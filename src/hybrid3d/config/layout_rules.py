@@ -55,10 +55,9 @@ def _check_support(recipe: Recipe, model: ModelShape, device: Device | None) -> 
     train, rollout = recipe.train, recipe.rollout
     if model.experts is None:
         reason = "shards experts, but this model has none"
-        for axis in ("ep", "etp"):
-            if getattr(train, axis) > 1:
-                message = f"train.{axis}={getattr(train, axis)} {reason}"
-                yield definition(message, f"train.{axis}", "the only valid value is 1")
+        for axis, size in (("ep", train.ep), ("etp", train.etp)):
+            if size > 1:
+                yield definition(f"train.{axis}={size} {reason}", f"train.{axis}", "the only valid value is 1")
         if train.expert_bias_update_rate:
             message = f"train.expert_bias_update_rate={train.expert_bias_update_rate:g}: this model has no router"
             yield definition(message, "train.expert_bias_update_rate", "the only valid value is 0")
@@ -168,16 +167,13 @@ def _check_stages(recipe: Recipe, layers: int) -> Iterator[Refusal]:
 
 
 def _check_rollout_layout(recipe: Recipe, model: ModelShape, ranks: int | None) -> Iterator[Refusal]:
-    """Check vLLM's layout.
-
-    Args:
-        ranks: number of ranks, or None if the train layout is invalid.
-    """
+    """Check vLLM's layout over so many ranks; None if the train layout is invalid."""
     rollout = recipe.rollout
     if rollout is None:
         return
     padded_vocab = -(-model.vocab_size // _VOCAB_PADDING) * _VOCAB_PADDING
-    all_ranks = f"the {generation_ranks_setting(recipe)}={ranks} ranks"
+    setting = "roles.generation.ranks" if recipe.is_split else "train.tp*pp*cp*dp"
+    all_ranks = f"the {setting}={ranks} ranks"
     shared_experts = model.experts if rollout.expert_parallel else None
     rules = [
         Rule(lambda n: ranks is None or ranks % n == 0, f"does not divide {all_ranks}"),
@@ -217,7 +213,6 @@ def _check_rollout_layout(recipe: Recipe, model: ModelShape, ranks: int | None) 
 
 
 def _check_blocks(rollout: Rollout, model: ModelShape) -> Iterator[Refusal]:
-    """Check that each rank of vLLM has whole blocks of quantized weights."""
     if rollout.quantization is None:
         return
     setting = f"rollout.quantization={rollout.quantization} has blocks of {BLOCK}, and"
@@ -286,11 +281,7 @@ def _check_kv_cache(recipe: Recipe, rollout: Rollout, model: ModelShape) -> Iter
 
 
 def _check_batch(recipe: Recipe, replicas: int | None) -> Iterator[Refusal]:
-    """Check the sizes of a step's batches.
-
-    Args:
-        replicas: number of vLLM engines, or None if there are none or the layouts are invalid.
-    """
+    """Check the sizes of a step's batches; `replicas` is None if there are none or the layouts are invalid."""
     algorithm = recipe.algorithm
     prompts = algorithm.prompts_per_step
     samples = recipe.sequences_per_step // prompts
@@ -350,11 +341,6 @@ def prompts_multiple(recipe: Recipe) -> int:
     return step
 
 
-def generation_ranks_setting(recipe: Recipe) -> str:
-    """Return the settings that determine the number of ranks that generate."""
-    return "roles.generation.ranks" if recipe.is_split else "train.tp*pp*cp*dp"
-
-
 def _attention_rules(model: ModelShape) -> list[Rule]:
     """Return the rules of attention for the tensor parallel size, which are the same for Megatron and vLLM."""
     heads, groups = model.num_attention_heads, model.num_key_value_heads
@@ -367,11 +353,11 @@ def _attention_rules(model: ModelShape) -> list[Rule]:
 
 def _mlp_rules(model: ModelShape) -> list[Rule]:
     """Return the rules of dense layers and shared experts for the tensor parallel size, for Megatron and vLLM."""
-    rules = []
-    if model.experts is None or not all(model.experts.sparse):
+    experts, rules = model.experts, []
+    if experts is None or not all(experts.sparse):
         rules.append(_divides(model.intermediate_size, "intermediate_size", "="))
-    if model.experts is not None and model.experts.shared_width:
-        rules.append(_divides(model.experts.shared_width, "the width of the shared experts"))
+    if experts is not None and experts.shared_width:
+        rules.append(_divides(experts.shared_width, "the width of the shared experts"))
     return rules
 
 
@@ -380,7 +366,6 @@ def _divides(size: int, what: str, sign: str = " ") -> Rule:
 
 
 def _check_rules(key: str, value: int, rules: Sequence[Rule]) -> Iterator[Refusal]:
-    """Yield a record of each rule that `value` violates."""
     for rule in rules:
         if not rule.is_satisfied(value):
             yield arithmetic(f"{key}={value} {rule.description}", key)

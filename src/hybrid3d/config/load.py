@@ -1,18 +1,37 @@
-"""Reads a `Recipe` from YAML and overrides, and reports all problems in one error."""
+"""Reads a `Recipe` from YAML and overrides, and reports all problems in one error.
+
+Settings of earlier versions are read too, so that their recipes and run folders can be used.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from hybrid3d.config.former import with_present_settings
-from hybrid3d.config.overrides import apply_overrides
 from hybrid3d.config.recipe import Recipe
 from hybrid3d.config.rules import validate_recipe
-from hybrid3d.config.schema import RecipeError, read_section, read_yaml, to_raw
+from hybrid3d.config.schema import RecipeError, format_value, read_section, read_yaml, to_raw
+from hybrid3d.storage.user_files import parse_yaml
+
+MOVED = {"rollout.placement": "debug.placement", "reward.shuffle": "debug.shuffle_rewards"}
+"""Settings that are elsewhere today."""
+
+MERGED: dict[str, tuple[str, dict[str | None, str]]] = {
+    "algorithm.kl.straight_through": ("estimator", {None: "k3+", "k1": "k1+", "k2": "k2", "k3": "k3+", "abs": "abs+"}),
+    "async.keep_cache": ("partial", {"continue": "continue_with_cache"}),
+}
+"""Settings that were on or off: if on, another key of the section has another value today, by what it had beside it."""
+
+GONE: dict[str, tuple[object, str]] = {
+    "sync.share_storage": (False, "no tensor of vLLM uses Megatron's memory"),
+    "sync.keep_loader_layout": (False, "tensors that vLLM packs for its kernels are sent in full"),
+    "sync.anchor_every": (None, "all elements are sent only where changes are not known"),
+}
+"""Settings that no longer exist, each with the value that means what is always done now, and that in words."""
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -77,3 +96,109 @@ def load_derived(path: str | Path) -> Recipe:
 def recipe_to_yaml(recipe: Recipe) -> str:
     """Return the recipe as YAML with all defaults written out; `load_recipe` reads an equal recipe from it."""
     return str(yaml.safe_dump(to_raw(recipe), sort_keys=False, allow_unicode=True))
+
+
+def with_settings(raw: Mapping[Any, Any], settings: Mapping[str, object], problems: list[str]) -> dict[Any, Any]:
+    """Return a copy of a recipe's sections with each `section.key` set to a new value; append to `problems`."""
+    changed = copy.deepcopy(dict(raw))
+    for key, value in settings.items():
+        try:
+            _set(changed, key.split("."), value)
+        except ValueError as error:
+            problems.append(f"{key}: {error}")
+    return changed
+
+
+def apply_overrides(raw: dict[Any, Any], overrides: Iterable[str], problems: list[str]) -> None:
+    """Set each `section.key=value` in `raw`; values are YAML. Unknown keys are reported when `raw` is read."""
+    for override in overrides:
+        path, equals, value = override.partition("=")
+        keys = path.strip().split(".")
+        try:
+            if not equals or not all(keys):
+                raise ValueError("expected section.key=value")
+            _set(raw, keys, parse_yaml(value))
+        except ValueError as error:
+            text = override if len(override) <= 200 else f"{override[:200]}..."
+            problems.append(f"override {text!r}: {error}")
+
+
+def _set(raw: dict[Any, Any], keys: Sequence[str], value: object) -> None:
+    section = raw
+    for depth, name in enumerate(keys[:-1]):
+        name = _present(section, name)
+        if section.get(name) is None:  # absent, or `rollout: null`
+            section[name] = {}
+        if not isinstance(section[name], dict):
+            raise ValueError(f"{name} is not a section but {format_value(section[name])}")
+        section = section[name]
+        if keys[0] == "schedule" and depth == 1:  # of a step, which may have the same setting with dots
+            section.pop(".".join(keys[2:]), None)
+    section[_present(section, keys[-1])] = value
+
+
+def _present(section: dict[Any, Any], name: str) -> Any:
+    """Return the key that a section has for a name: those of a schedule's steps are numbers."""
+    return next((present for present in section if str(present) == name), name)
+
+
+def with_present_settings(raw: dict[Any, Any], problems: list[str]) -> dict[Any, Any]:
+    """Return a recipe's sections with the settings of today instead of those of earlier versions.
+
+    A former setting that is off is left out, because earlier versions wrote all settings into run folders.
+
+    Args:
+        problems: messages, to which one is appended for each setting that has no equal today.
+    """
+    raw = copy.deepcopy(raw)
+    today = dict(MOVED)
+    for former, present in MOVED.items():
+        _move(raw, former, present)
+    for former, (present, values) in MERGED.items():
+        section, key = _place(raw, former)
+        _merge(section, key, present, values)
+        today[former] = f"{former.removesuffix(key)}{present}={' or '.join(dict.fromkeys(values.values()))}"
+    for former, present in today.items():
+        section, key = _place(raw, former)
+        if key in section:
+            value = format_value(section.pop(key))
+            problems.append(f"{former}: got {value}, but this is {present} today, and does not go with what is given")
+    for former, (always, meaning) in GONE.items():
+        section, key = _place(raw, former)
+        if key in section and (value := section.pop(key)) != always:
+            problems.append(
+                f"{former}: got {format_value(value)}, but there is no such setting any more: {meaning}: leave it out"
+            )
+    return raw
+
+
+def _move(raw: dict[Any, Any], former: str, present: str) -> None:
+    """Move a setting to its place of today, unless another value is there."""
+    section, key = _place(raw, former)
+    name = present.split(".")[0]
+    if key in section:
+        if raw.get(name) is None:
+            raw[name] = {}
+        to, today = _place(raw, present)
+        if isinstance(raw[name], dict) and to.get(today, section[key]) == section[key]:
+            to[today] = section.pop(key)
+
+
+def _merge(section: dict[Any, Any], former: str, present: str, merged: dict[str | None, str]) -> None:
+    """Let a setting say what it said together with a former one, which was on or off; leave both if it cannot."""
+    value, on = section.get(present), section.get(former)
+    if on is False or (on is True and value in merged.values()):
+        del section[former]
+    elif on is True and (value is None or isinstance(value, str)) and value in merged:
+        section[present] = merged[value]
+        del section[former]
+
+
+def _place(raw: dict[Any, Any], setting: str) -> tuple[dict[Any, Any], str]:
+    """Return the section of a setting, or one without keys if there is none, and its key."""
+    *sections, key = setting.split(".")
+    section = raw
+    for name in sections:
+        found = section.get(name)
+        section = found if isinstance(found, dict) else {}
+    return section, key

@@ -17,26 +17,20 @@ BLOCK = 128
 FP8_ALIGNMENT = 16  # of each dim of a matrix that is multiplied in FP8, tokens too
 
 
-def check_quantization(recipe: Recipe) -> Iterator[Refusal]:
-    """Yield what cannot be combined with a quantized rollout."""
-    if recipe.rollout is None or recipe.rollout.quantization is None:
-        return
-    setting = f"rollout.quantization={recipe.rollout.quantization}"
-    if recipe.model.dtype != "bfloat16":
+def check_fp8(recipe: Recipe) -> Iterator[Refusal]:
+    """Yield what cannot be combined with a quantized rollout, or with training in FP8."""
+    setting = f"rollout.quantization={recipe.rollout.quantization}" if recipe.rollout is not None else ""
+    if recipe.quantizes and recipe.model.dtype != "bfloat16":
         yield by_engine(
             VLLM,
             f"{setting}: vLLM computes with weights in FP8 in bfloat16, and model.dtype={recipe.model.dtype}: "
             "set model.dtype=bfloat16, or leave rollout.quantization out",
         )
-    if recipe.syncs_adapters:
+    if recipe.quantizes and recipe.syncs_adapters:
         yield not_built(
             f"lora.sync=adapter: with {setting} the weights below adapters would be quantized, which this version does "
             "not support: set lora.sync=merged, or leave rollout.quantization out"
         )
-
-
-def check_fp8_training(recipe: Recipe) -> Iterator[Refusal]:
-    """Yield what cannot be combined with training in FP8."""
     if recipe.train.fp8 != "none" and recipe.model.dtype != "bfloat16":
         yield definition(
             f"train.fp8={recipe.train.fp8}: the matrices that are multiplied in FP8 are quantized from bfloat16, and "

@@ -14,9 +14,8 @@ from hybrid3d.config.generation_rules import (
     check_router_replay,
     check_split,
 )
-from hybrid3d.config.only_if import unused_settings
-from hybrid3d.config.quantization_rules import check_fp8_training, check_quantization
-from hybrid3d.config.refusals import VLLM, Refusal, arithmetic, by_engine, definition, not_built
+from hybrid3d.config.quantization_rules import check_fp8
+from hybrid3d.config.refusals import VLLM, Refusal, arithmetic, by_engine, definition, not_built, unused_settings
 from hybrid3d.config.schema import MAX_RANKS
 
 if TYPE_CHECKING:
@@ -35,7 +34,6 @@ def validate_recipe(recipe: Recipe) -> Iterator[Refusal]:
 
 
 def _check_ranks(recipe: Recipe) -> Iterator[Refusal]:
-    """Yield too many ranks, and ranks that generate without knowing how."""
     if recipe.world_size > MAX_RANKS:
         yield arithmetic(
             f"{recipe.ranks_formula} = {recipe.world_size} ranks are more than {MAX_RANKS}: lower one of them"
@@ -48,7 +46,6 @@ def _check_ranks(recipe: Recipe) -> Iterator[Refusal]:
 
 
 def _check_learning(recipe: Recipe) -> Iterator[Refusal]:
-    """Yield what corrections, rewards and the critic cannot be."""
     algorithm = recipe.algorithm
     if algorithm.correction.kind.endswith("mask") and algorithm.correction.low >= algorithm.correction.high:
         low, high = algorithm.correction.low, algorithm.correction.high
@@ -66,7 +63,6 @@ def _check_learning(recipe: Recipe) -> Iterator[Refusal]:
 
 
 def _check_training(recipe: Recipe) -> Iterator[Refusal]:
-    """Yield what offloading and budgets of tokens cannot be combined with."""
     train, algorithm, rollout = recipe.train, recipe.algorithm, recipe.rollout
     if train.offloads and not algorithm.generates:
         yield definition(
@@ -86,7 +82,6 @@ def _check_training(recipe: Recipe) -> Iterator[Refusal]:
 
 
 def _check_optimizers(recipe: Recipe) -> Iterator[Refusal]:
-    """Yield the contradictions between settings of both optimizers and the steps that they take."""
     steps, critic_warmup = recipe.run.steps, recipe.critic.warmup_steps
     if recipe.critic.optimizer is not None:
         yield from _check_optimizer(recipe.critic.optimizer, "critic.optimizer", steps, "run.steps")
@@ -101,12 +96,10 @@ def _check_optimizers(recipe: Recipe) -> Iterator[Refusal]:
 
 
 def _check_optimizer(optimizer: Optimizer, key: str, steps: int, steps_setting: str) -> Iterator[Refusal]:
-    """Yield the contradictions between settings of an optimizer.
+    """Yield the contradictions between settings of the optimizer in the section `key`.
 
     Args:
-        key: dotted name of the section.
-        steps: number of steps that the optimizer takes.
-        steps_setting: the settings that `steps` follows from, for messages.
+        steps: number of steps that the optimizer takes, which follows from `steps_setting`.
     """
     if optimizer.min_lr > optimizer.lr and optimizer.schedule != "constant":
         yield arithmetic(
@@ -120,7 +113,6 @@ def _check_optimizer(optimizer: Optimizer, key: str, steps: int, steps_setting: 
 
 
 def _check_overlong(recipe: Recipe) -> Iterator[Refusal]:
-    """Yield a penalty that each answer would have."""
     rollout, buffer = recipe.rollout, recipe.reward.overlong_buffer
     if rollout is not None and buffer >= rollout.max_new_tokens:
         yield arithmetic(
@@ -130,7 +122,6 @@ def _check_overlong(recipe: Recipe) -> Iterator[Refusal]:
 
 
 def _check_lora(recipe: Recipe) -> Iterator[Refusal]:
-    """Yield what cannot be combined with adapters."""
     if recipe.lora is None:
         return
     if recipe.syncs_adapters and recipe.rollout is not None and recipe.rollout.dp > 1:
@@ -151,7 +142,6 @@ def _check_lora(recipe: Recipe) -> Iterator[Refusal]:
 
 
 def _check_mtp(recipe: Recipe) -> Iterator[Refusal]:
-    """Yield what layers for multi-token prediction cannot be trained with."""
     setting = f"train.mtp_loss_coef={recipe.train.mtp_loss_coef:g}"
     if not recipe.train.mtp_loss_coef:
         return
@@ -170,7 +160,6 @@ def _check_mtp(recipe: Recipe) -> Iterator[Refusal]:
 
 
 def _check_teacher(recipe: Recipe) -> Iterator[Refusal]:
-    """Yield what a server cannot compute as the reference."""
     kl, rollout = recipe.algorithm.kl, recipe.rollout
     if kl.endpoint is None:
         return
@@ -190,7 +179,6 @@ def _check_teacher(recipe: Recipe) -> Iterator[Refusal]:
 
 
 def _check_kl(recipe: Recipe) -> Iterator[Refusal]:
-    """Yield the contradictions between settings of the KL."""
     kl, answers = recipe.algorithm.kl, recipe.sequences_per_step
     if kl.where == "none" and kl.coef > 0:
         yield definition(
@@ -224,7 +212,6 @@ def _check_kl(recipe: Recipe) -> Iterator[Refusal]:
 
 
 def _check_guard(recipe: Recipe) -> Iterator[Refusal]:
-    """Yield a record of each bound on a metric that this recipe does not have."""
     guard, kl, given = recipe.guard, recipe.algorithm.kl, f"algorithm.name={recipe.algorithm.name}"
     if not recipe.algorithm.generates:
         for name in ("max_kl", "max_clip_fraction", "min_entropy", "max_mismatch_kl", "max_sync_share", "kl_explosion"):
@@ -252,15 +239,18 @@ def _check_guard(recipe: Recipe) -> Iterator[Refusal]:
 
 
 def _check_algorithm(recipe: Recipe) -> Iterator[Refusal]:
-    """Yield a record of each contradiction between settings of the section `algorithm`, or with `reward`."""
     if recipe.algorithm.uses_pairs:
         yield from _check_pairs(recipe)
     if not recipe.algorithm.generates:
         return
     yield from _check_advantage(recipe)
     yield from _check_loss(recipe)
-    if recipe.algorithm.uses_greedy_answers:
-        yield from _check_greedy_answers(recipe)
+    extra = recipe.algorithm.combination.dynamic_sampling
+    if recipe.algorithm.uses_greedy_answers and extra:
+        yield definition(
+            f"algorithm.advantage=greedy_answer: algorithm.dynamic_sampling={extra} replaces groups of equal rewards, "
+            "which have advantages here: set it to 0"
+        )
     reward, kl = recipe.reward, recipe.algorithm.kl
     scheduled = any("algorithm.kl.coef" in settings for settings in recipe.schedule.values())
     if reward.coef == kl.coef == recipe.algorithm.entropy_coef == 0 and not scheduled:
@@ -270,14 +260,9 @@ def _check_algorithm(recipe: Recipe) -> Iterator[Refusal]:
 
 
 def _check_pairs(recipe: Recipe) -> Iterator[Refusal]:
-    """Yield what preference pairs cannot be."""
-    columns = {
-        "data.prompt": recipe.data.prompt,
-        "data.chosen": recipe.data.chosen,
-        "data.rejected": recipe.data.rejected,
-    }
     seen: dict[str, str] = {}
-    for setting, column in columns.items():
+    for setting in ("data.prompt", "data.chosen", "data.rejected"):
+        column = getattr(recipe.data, setting.removeprefix("data."))
         if column in seen:
             yield definition(f"{setting}={column} is the column of {seen[column]} too: name the column of each")
         seen.setdefault(column, setting)
@@ -349,18 +334,8 @@ def _check_loss(recipe: Recipe) -> Iterator[Refusal]:
         )
 
 
-def _check_greedy_answers(recipe: Recipe) -> Iterator[Refusal]:
-    """Yield what a greedy answer beside the samples cannot be combined with."""
-    advantage = "algorithm.advantage=greedy_answer"
-    if recipe.algorithm.combination.dynamic_sampling:
-        extra = f"algorithm.dynamic_sampling={recipe.algorithm.combination.dynamic_sampling}"
-        yield definition(
-            f"{advantage}: {extra} replaces groups of equal rewards, which have advantages here: set it to 0"
-        )
-
-
 _CHECKS = (  # in the order of the messages
     *(unused_settings, _check_ranks, _check_algorithm, _check_kl, _check_learning, check_split, check_reward_ranks),
     *(check_async, check_agents, check_evaluation, check_router_replay, _check_mtp, _check_lora, _check_teacher),
-    *(check_quantization, check_fp8_training, _check_training, _check_optimizers, _check_guard, _check_overlong),
+    *(check_fp8, _check_training, _check_optimizers, _check_guard, _check_overlong),
 )

@@ -9,29 +9,31 @@ can be fixed in one pass.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import re
+import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from hybrid3d.config.messages import (
-    TYPE_NAMES,
-    did_you_mean,
-    format_key,
-    format_value,
-    join_keys,
-    one_line,
-    unknown_key_problem,
-)
 from hybrid3d.errors import UserMistake, escape_control_characters
 from hybrid3d.storage.user_files import UnreadableFile, parse_yaml, read_text_file
 
 T = TypeVar("T")
 
 MAX_PROBLEMS = 50  # listed in one message
+TYPE_NAMES: dict[type, str] = {
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    bool: "a boolean",
+    list: "a list",
+    dict: "a section",
+    NoneType: "nothing",
+}
 
 
 class RecipeError(UserMistake):
@@ -149,6 +151,9 @@ TemperatureOrZero = Annotated[
 Mebibytes = Annotated[float, within(0.01, 16_384)]
 Gibibytes = Annotated[float, within(0.001, 16_384)]
 
+Interval = Annotated[
+    str, Rule(lambda s: re.fullmatch(r"always|never|every-[1-9]\d{0,8}", s) is not None, "always, never or every-N")
+]
 Schedule = dict[int, dict[str, Any]]
 MAX_NAMED = 100  # values by names of the user's own
 MAX_SCHEDULED = 1_000  # steps of a schedule, each of which is validated as a complete recipe
@@ -157,6 +162,13 @@ REQUIRED_UNLESS = "required unless"
 """Metadata key of a field: a pair (key, value). The field is required unless that key of its section has that value."""
 
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
+
+
+def is_due(interval: str, number: int) -> bool:
+    """Return whether an `Interval` includes a step or a sync of this number; `every-N` includes the multiples of N."""
+    if interval.startswith("every-"):
+        return number % int(interval.removeprefix("every-")) == 0
+    return interval == "always"
 
 
 def read_yaml(path: Path) -> dict[Any, Any]:
@@ -202,13 +214,11 @@ def key_of(field_name: str) -> str:
 
 def to_raw(recipe: Any) -> dict[str, Any]:
     """Return a recipe as `read_section` reads it."""
-    return {key_of(name): _to_lists(value) for name, value in dataclasses.asdict(recipe).items()}
 
+    def section(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {key_of(name): list(value) if isinstance(value, tuple) else value for name, value in items}
 
-def _to_lists(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _to_lists(one) for key, one in value.items()}
-    return list(value) if isinstance(value, tuple) else value
+    return dataclasses.asdict(recipe, dict_factory=section)
 
 
 def read_section(kind: type[T], raw: object, path: str, problems: list[str]) -> T | None:
@@ -245,14 +255,13 @@ def _read(hint: Any, raw: object, path: str, problems: list[str]) -> object:
         return _read_schedule(raw, path, problems)
     if get_origin(hint) is dict:
         return _read_named(get_args(hint)[1], raw, path, problems)
-    section = section_type(hint)
-    if section is not None:
-        optional = NoneType in get_args(hint)
-        return None if optional and raw is None else read_section(section, raw, path, problems)
-    if NoneType in get_args(hint):  # `Scalar | None`
+    if NoneType in get_args(hint):  # `Section | None` or `Scalar | None`
         if raw is None:
             return None
         hint = next(kind for kind in get_args(hint) if kind is not NoneType)
+    section = section_type(hint)
+    if section is not None:
+        return read_section(section, raw, path, problems)
     try:
         return read_value(hint, raw)
     except ValueError as error:
@@ -261,7 +270,6 @@ def _read(hint: Any, raw: object, path: str, problems: list[str]) -> object:
 
 
 def _read_named(hint: Any, raw: object, path: str, problems: list[str]) -> dict[str, Any]:
-    """Return values of the scalar type `hint` by names of the user's own."""
     if not isinstance(raw, dict) or len(raw) > MAX_NAMED:
         problems.append(f"{path}: expected a section of at most {MAX_NAMED} names, got {format_value(raw)}")
         return {}
@@ -271,10 +279,7 @@ def _read_named(hint: Any, raw: object, path: str, problems: list[str]) -> dict[
         if not isinstance(key, str) or not re.fullmatch(r"\w[\w-]{0,99}", key):
             problems.append(f"{key_path}: expected a name of letters, digits and _ - only, at most 100 of them")
             continue
-        try:
-            named[key] = read_value(hint, value)
-        except ValueError as error:
-            problems.append(f"{key_path}: {error}")
+        named[key] = _read(hint, value, key_path, problems)
     return named
 
 
@@ -331,7 +336,6 @@ def _to_float(raw: object) -> object:
 
 
 def _split(hint: Any) -> tuple[Any, tuple[Rule, ...]]:
-    """Split a scalar hint into its plain type and its rules."""
     if get_origin(hint) is Annotated:
         kind, *rules = get_args(hint)
         return kind, tuple(rules)
@@ -354,3 +358,38 @@ def describe_type(hint: Any) -> str:
     if get_origin(kind) is tuple:
         return f"a list without repetitions, each {describe_type(get_args(kind)[0])}"
     return ", ".join([TYPE_NAMES[kind], *(rule.description for rule in rules)])
+
+
+def format_value(value: object) -> str:
+    """Return a value for a message, with the name of its type."""
+    name = TYPE_NAMES.get(type(value), type(value).__name__)
+    return name if value is None or isinstance(value, dict) else f"{reprlib.repr(value)} ({name})"
+
+
+def format_key(key: object) -> str:
+    """Return a key for a message: verbatim if it is short and printable, otherwise its repr."""
+    text = str(key) if not isinstance(key, float | int) else repr(key)
+    return text if len(text) <= 100 and text.isprintable() else reprlib.repr(text)
+
+
+def one_line(text: str) -> str:
+    """Return a text for a message, as its repr if it has characters that are not printable."""
+    return text if text.isprintable() else repr(text)
+
+
+def unknown_key_problem(key: object, known: Sequence[str], path: str) -> str:
+    """Return the message that a section has no such key."""
+    where = f"keys of {path}" if path else "sections"
+    suggestion = did_you_mean(key, known)
+    return f"{join_keys(path, format_key(key))}: unknown key{suggestion}; known {where}: {', '.join(known)}"
+
+
+def did_you_mean(word: object, known: Sequence[str]) -> str:
+    """Return a suggestion of the known word that is most like this one; empty if none is."""
+    close = difflib.get_close_matches(str(word), known, n=1)
+    return f", did you mean {close[0]}?" if close else ""
+
+
+def join_keys(path: str, key: str) -> str:
+    """Return the dotted name of a key in the section `path`."""
+    return f"{path}.{key}" if path else key

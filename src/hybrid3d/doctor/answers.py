@@ -125,11 +125,7 @@ def _needs(recipe: Recipe) -> dict[str, float]:
 
 
 def _trained_elements(recipe: Recipe) -> int:
-    """Return the elements that a checkpoint has: of the policy, or of its adapters alone, and of a critic.
-
-    Raises:
-        UserMistake: the model's files cannot be read.
-    """
+    """Return the elements that a checkpoint has: of the policy, or of its adapters alone, and of a critic."""
     from hybrid3d.inputs.adapters import adapted_shapes, model_shapes
     from hybrid3d.inputs.models import read_config
     from hybrid3d.reshard.file_index import read_shapes

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hybrid3d.config import Run
-from hybrid3d.doctor.finding import CANNOT_START, SLOW, Context, Finding
+from hybrid3d.doctor import CANNOT_START, SLOW, Context, Finding
 from hybrid3d.run.folder import RunFolder, checkpoint_steps
 from hybrid3d.storage.disk import MOUNTS, file_system_type, file_system_warning, free_bytes, free_inodes
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from hybrid3d.config import Recipe, recipe_to_yaml
-from hybrid3d.doctor.finding import CANNOT_START, OK, SLOW, Context, Finding, Severity
+from hybrid3d.doctor import CANNOT_START, OK, SLOW, Context, Finding, Severity
 from hybrid3d.launch_environment import CHECKED, RENDEZVOUS_SECONDS
 from hybrid3d.planning.hardware import GB, hardware_of
 from hybrid3d.run.ends import Ended

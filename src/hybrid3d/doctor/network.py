@@ -13,7 +13,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from pathlib import Path
 
-from hybrid3d.doctor.finding import CANNOT_START, SLOW, Context, Finding
+from hybrid3d.doctor import CANNOT_START, SLOW, Context, Finding
 
 SIOCGIFADDR = 0x8915  # see netdevice(7)
 SECONDS = 10.0  # of a name's resolution

@@ -10,7 +10,7 @@ from importlib import metadata
 from packaging.requirements import Requirement
 
 from hybrid3d import installed_version
-from hybrid3d.doctor.finding import CANNOT_START, OK, SLOW, Context, Finding
+from hybrid3d.doctor import CANNOT_START, OK, SLOW, Context, Finding
 from hybrid3d.engines.certificates import EditedCertificate, standing_of_installed
 from hybrid3d.engines.compare import Report, compare_installed, described, digests
 
@@ -46,7 +46,6 @@ def check_pins(context: Context) -> Iterator[Finding]:
 
 
 def _standing(reports: Iterable[Report]) -> Finding:
-    """Say whether these versions of the engines were proven together."""
     try:
         found = standing_of_installed(digests(reports))
     except EditedCertificate as edited:

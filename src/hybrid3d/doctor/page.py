@@ -1,24 +1,29 @@
 """The page of `hybrid3d doctor`: its findings as text, or as JSON.
 
-`EXAMINATIONS` is the list of checks, in the order of the page. Register new checks there.
+`EXAMINATIONS` is the list of checks, in the order of the page. Register new checks there. Several nodes are examined by
+the ranks that torchrun or srun has started on them.
 """
 
 from __future__ import annotations
 
 import json
 import socket
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
+from textwrap import TextWrapper
 from typing import TYPE_CHECKING
 
+from hybrid3d import launch_environment
 from hybrid3d.config import Recipe
-from hybrid3d.doctor import files, groups, network, packages, resources
-from hybrid3d.doctor.answers import ask
-from hybrid3d.doctor.finding import CANNOT_START, OK, SLOW, Context, Finding, Severity
+from hybrid3d.doctor import CANNOT_START, OK, SLOW, Context, Finding, files, groups, network, packages, resources
+from hybrid3d.doctor.answers import SECONDS, ask
+from hybrid3d.run.folder import RunFolder
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from hybrid3d.ledger import RankStart
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ Subject = tuple[str, tuple[Finding, ...]]
 
 def examine(
     recipe: Recipe | None,
-    examinations: Sequence[Examination] = EXAMINATIONS,
+    examinations: Sequence[Examination],
     on_progress: Callable[[str], None] = lambda what: None,
 ) -> Iterator[Subject]:
     """Examine this machine and, if there is a recipe, whether its run can start here."""
@@ -72,13 +77,13 @@ def examine(
         yield examination.subject, tuple(examination.check(context))
 
 
-STYLES: dict[Severity, str] = {OK: "green", SLOW: "yellow", CANNOT_START: "bold red"}
+STYLES = {OK: "green", SLOW: "yellow", CANNOT_START: "bold red"}
 WIDTH = len(CANNOT_START)
 
 
 def can_start(subjects: Sequence[Subject]) -> bool:
     """Return whether no finding keeps a run from starting."""
-    return all(finding.severity != CANNOT_START for finding in _findings(subjects))
+    return CANNOT_START not in _severities(subjects)
 
 
 def format_json(recipe: Recipe | None, subjects: Sequence[Subject]) -> str:
@@ -127,22 +132,69 @@ def _wrap(text: str, label: str, width: int | None) -> list[str]:
     lines = text.splitlines()
     if width is not None:
         room = max(20, width - len(label))
-        lines = [part for line in lines for part in _wrap_line(line, room)]
+        at_blanks = TextWrapper(room, break_long_words=False, break_on_hyphens=False)  # commands can be copied
+        lines = [part for line in lines for part in at_blanks.wrap(line) or [""]]
     return [f"{label if not number else ' ' * len(label)}{line}" for number, line in enumerate(lines)]
 
 
-def _wrap_line(line: str, room: int) -> list[str]:
-    """Wrap at blanks only, so that commands and paths can be copied."""
-    return textwrap.wrap(line, room, break_long_words=False, break_on_hyphens=False) or [""]
-
-
 def _summary(recipe: Recipe | None, subjects: Sequence[Subject]) -> str:
-    counts = {kind: sum(finding.severity == kind for finding in _findings(subjects)) for kind in STYLES}
+    found = _severities(subjects)
     what = "a run" if recipe is None else recipe.name
     verdict = "can start here" if can_start(subjects) else "cannot start here"
-    return f"{what} {verdict}: " + ", ".join(f"{count} {kind}" for kind, count in counts.items())
+    return f"{what} {verdict}: " + ", ".join(f"{found.count(kind)} {kind}" for kind in STYLES)
 
 
-def _findings(subjects: Sequence[Subject]) -> Iterator[Finding]:
-    for _, findings in subjects:
-        yield from findings
+def _severities(subjects: Sequence[Subject]) -> list[str]:
+    return [finding.severity for _, findings in subjects for finding in findings]
+
+
+ON_ALL_NODES = ("rendezvous", "groups")  # subjects about all nodes together: the ranks themselves try both
+
+
+class NodesExamination:
+    """Examines this node, if this is its first rank, and then, with all ranks, the process groups.
+
+    Attributes:
+        can_start: after `run`, whether a run can start on these nodes; equal on every rank.
+    """
+
+    def __init__(self, recipe: Recipe, examinations: Sequence[Examination], as_json: bool):
+        self.can_start = True
+        self._recipe, self._as_json = recipe, as_json
+        self._measures = any(one.subject == "groups" for one in examinations)
+        self._of_node: list[Subject] = []
+        if launch_environment.local_rank() == 0:
+            here = [one for one in examinations if one.subject not in ON_ALL_NODES]
+            self._of_node = list(examine(recipe, here))
+
+    def run(self, folder: RunFolder, start: RankStart) -> None:
+        """Measure, and print the page on rank 0. Every rank calls this together."""
+        from hybrid3d.ledger import gather, share  # imports torch
+
+        rank, store, console = start.rank, start.store, start.console
+        found = [[subject, [asdict(one) for one in findings]] for subject, findings in self._of_node]
+        of_nodes = gather(store, rank, launch_environment.world_size(), "doctor", [socket.gethostname(), found])
+        subjects: list[Subject] = [
+            (f"{host}: {subject}", tuple(Finding(**one) for one in findings))
+            for host, found in of_nodes
+            for subject, findings in found
+        ]
+
+        def share_verdict(on: str) -> None:
+            """Let every rank know what rank 0 knows: whether a run can start."""
+            wait = timedelta(seconds=2 * SECONDS)
+            self.can_start = share(store, rank, f"verdict on {on}", lambda: can_start(subjects), wait)
+
+        share_verdict("nodes")
+        if self._measures and self.can_start:
+            groups.measure_groups(self._recipe, folder, start)
+            subjects += [("groups", self._compare(folder))] if rank == 0 else []
+            share_verdict("groups")
+        if rank == 0:
+            assert console is not None, "rank 0 has a console"
+            print_page(console, self._recipe, subjects, self._as_json)
+
+    def _compare(self, folder: RunFolder) -> tuple[Finding, ...]:
+        machine = Context(self._recipe, ask(self._recipe, ["machine"])).answer("machine")
+        measured = json.loads((folder.path / groups.GROUPS).read_text(encoding="utf-8"))
+        return tuple(groups.describe(self._recipe, measured, bool(machine and machine["gpus"])))

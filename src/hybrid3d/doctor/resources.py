@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hybrid3d.doctor.finding import CANNOT_START, SLOW, Context, Finding
+from hybrid3d.doctor import CANNOT_START, SLOW, Context, Finding
 from hybrid3d.planning.hardware import CGROUP, available_memory, hardware_of
 from hybrid3d.process import SHARED_MEMORY
 
@@ -170,7 +170,6 @@ def driver_version() -> str:
 
 
 def _check_torch(context: Context, rows: Sequence[dict[str, str]]) -> Iterator[Finding]:
-    """Compare what torch sees with what the driver has."""
     machine = context.answer("machine")
     if machine is None:
         error = context.answers.get("machine", {}).get("error", "it was not asked")
@@ -215,7 +214,6 @@ def _check_memory(context: Context, smallest: int) -> Iterator[Finding]:
 
 
 def _check_gpu(row: dict[str, str]) -> Iterator[Finding]:
-    """Report what is not as it should be with one GPU."""
     gpu = f"GPU {row['index']}"
     errors = row["ecc.errors.uncorrected.volatile.total"]
     if errors.isdecimal() and int(errors):

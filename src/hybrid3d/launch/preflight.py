@@ -286,8 +286,8 @@ def check_fit(recipe: Recipe) -> None:
     Raises:
         RecipeError: it does not fit; with the numbers, and the nearest layouts that do.
     """
+    from hybrid3d.planning.agreed_placement import run_in_subprocess
     from hybrid3d.planning.hardware import hardware_of
-    from hybrid3d.planning.kept_placement import run_in_subprocess
 
     weights = sum(math.prod(entry.shape) for entry in read_index(recipe.model.path).values()) * 4
     is_small = 100 * weights <= hardware_of(recipe.machine).memory_bytes

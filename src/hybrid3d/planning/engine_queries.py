@@ -1,16 +1,26 @@
-"""Queries both engines about all ranks of a recipe's layouts, in one process and on the meta device."""
+"""Queries both engines about all ranks of a recipe's layouts, on the meta device, and places ranks by them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from hybrid3d.config import Recipe
 from hybrid3d.families import Config, is_quantized
 from hybrid3d.reshard.fp8 import quantized_holdings, quantized_shapes
-from hybrid3d.reshard.plan.classes import group_ranks, layer_of, rank_groups
+from hybrid3d.reshard.plan.classes import (
+    TensorClass,
+    classify_tensors,
+    group_ranks,
+    layer_of,
+    rank_groups,
+    signature_of,
+)
 from hybrid3d.reshard.plan.coverage import check_same_tensors
-from hybrid3d.reshard.plan.layout import Holdings, Shape
+from hybrid3d.reshard.plan.layout import Demand, Holdings, Shape
+from hybrid3d.reshard.plan.placement import MissingBytes, assign_slots, consecutive_slots, count_missing_bytes
 from hybrid3d.rollout.probe import SlotDemand, slot_demands
 from hybrid3d.train.megatron.probe import expected_shapes, holdings_of_all, representative_layer_counts
 
@@ -79,3 +89,48 @@ def check_answers(answers: EngineAnswers) -> EngineAnswers:
     wanted = rank_groups(dict(enumerate(slot.demand for slot in answers.slots)))
     check_same_tensors(rank_groups(answers.holdings), wanted)
     return answers
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The slot of each rank, and the counts that it was chosen by.
+
+    Attributes:
+        slots: numbered over all engines.
+        missing: the bytes that these ranks, and their nodes, lack of what each slot wants.
+        holders: the ranks of each group of ranks that hold the same pieces.
+        first: the first rank that generates.
+    """
+
+    slots: np.ndarray
+    missing: MissingBytes
+    classes: Sequence[TensorClass]
+    holders: Sequence[Sequence[int]]
+    first: int
+
+    def readers(self, slots: int) -> list[list[int]]:
+        """Return for each of the `slots` slots of an engine the ranks that have it, one in each engine."""
+        return [(self.first + np.flatnonzero(self.slots % slots == slot)).tolist() for slot in range(slots)]
+
+    def demand(self, wanted: Sequence[Demand]) -> dict[int, Demand]:
+        """Return what each rank wants, from what each slot of an engine wants."""
+        return {self.first + i: wanted[slot % len(wanted)] for i, slot in enumerate(self.slots)}
+
+
+def compute_placement(recipe: Recipe, answers: EngineAnswers) -> Placement:
+    """Return the placement that `debug.placement` selects: of least bytes, or in rank order."""
+    assert recipe.rollout is not None, "checked when the recipe was read"
+    world, per_node = recipe.sync_ranks, recipe.machine.gpus_per_node
+    groups = rank_groups(answers.holdings)
+    holders = [ranks for ranks, _ in groups]
+    readers = [signature_of(slot.demand) for slot in answers.slots]
+    classes = classify_tensors([signature for _, signature in groups], readers, answers.multiplicity)
+    generating = recipe.role_ranks["generation"]
+    first, without = generating.start, [generating] if recipe.is_split else []
+    missing = count_missing_bytes(classes, [*holders, *without], len(readers), world, per_node)
+    missing = replace(missing, group=missing.group[first:], node=missing.node[first:])
+    if recipe.debug.placement == "overlap" and not recipe.is_split:
+        slots = assign_slots(missing, len(readers), recipe.rollout.tp, per_node)
+    else:
+        slots = consecutive_slots(recipe.generation_ranks)
+    return Placement(slots, missing, classes, holders, first)

@@ -130,7 +130,6 @@ class ChangedSync:
 def predict_changed_sync(
     recipe: Recipe,
     traffic: SyncTraffic,
-    network_bytes: int,
     hardware: Hardware,
     fraction: float,
     work: Mapping[int, EncodingWork],
@@ -138,7 +137,6 @@ def predict_changed_sync(
     """Predict a sync of the elements that changed.
 
     Args:
-        network_bytes: that a full sync receives from other nodes.
         fraction: of the elements that changed, above 0 and up to 1.
         work: by rank, what `count_work` counts.
     """
@@ -158,7 +156,7 @@ def predict_changed_sync(
         fraction=fraction,
         delta_bytes=round(received * share),
         delta_bound_bytes=round(received * bound),
-        delta_network_bytes=round(network_bytes * share),
+        delta_network_bytes=round(int(inter_node_bytes(traffic.traffic, per_node).sum()) * share),
         bitmap_bytes=int(np.max(bitmaps)),
         wire=wire,
         seconds=max(by_rank[slowest], wire.seconds),

@@ -1,6 +1,15 @@
 """Memory and bandwidths of GPUs: the named machines, and the numbers of a recipe that replace theirs.
 
-`total_memory` is the memory of this machine, or of this container.
+`total_memory` is the memory of this machine, or of this container. `Reserve` is what neither tensors nor vLLM's cache
+take of a GPU's memory. Where its figures come from:
+
+- contexts: in `benchmarks/results/gpu-check-h100.md` an H100 of 85.0 GB (79.2 GiB) was full after 78 GiB of tensors of
+  a process in which torch and Megatron had run. What else it had is at most 1.3 GB. vLLM's kernels are assumed to add
+  0.5 GB; that was not measured;
+- communicators: assumed, as several ranks have not been run on GPUs: 0.25 GB for the buffers of NCCL's channels to the
+  neighbours in rings and trees. What is counted is their number, which `tests/planning/test_process_groups.py` compares
+  with runs;
+- graphs: assumed: 1 GB for the graphs that vLLM captures. They are not freed while vLLM sleeps.
 """
 
 from __future__ import annotations
@@ -9,8 +18,9 @@ import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from hybrid3d.config import Machine
+from hybrid3d.config import Machine, Recipe
 
 GB = 10**9
 TERA = 10**12
@@ -83,18 +93,13 @@ CPU = Hardware(0.0, 10 * GB, 1.5 * GB, 1.25 * GB, launch_seconds=2e-6, wait_seco
 
 def hardware_of(machine: Machine) -> Hardware:
     """Return the machine that a recipe names, with the numbers that the recipe sets itself."""
-    named = MACHINES[machine.kind]
-
-    def overridden(value: float | None, default: float) -> float:
-        return default if value is None else value * GB
-
-    return replace(
-        named,
-        memory_bytes=overridden(machine.memory_gb, named.memory_bytes),
-        memory_bandwidth=overridden(machine.copies_gb_per_s, named.memory_bandwidth),
-        nvlink_bandwidth=overridden(machine.nvlink_gb_per_s, named.nvlink_bandwidth),
-        network_bandwidth=overridden(machine.network_gb_per_s, named.network_bandwidth),
-    )
+    own: dict[str, Any] = {
+        "memory_bytes": machine.memory_gb,
+        "memory_bandwidth": machine.copies_gb_per_s,
+        "nvlink_bandwidth": machine.nvlink_gb_per_s,
+        "network_bandwidth": machine.network_gb_per_s,
+    }
+    return replace(MACHINES[machine.kind], **{key: gb * GB for key, gb in own.items() if gb is not None})
 
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -112,16 +117,76 @@ def total_memory() -> int:
 
 def available_memory() -> int:
     """Return the bytes that are free on this machine and in this container."""
-    left = [1 << 62]
-    for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("MemAvailable:"):
-            left.append(int(line.split()[1]) * 1024)
-    limit, used = CGROUP / "memory.max", CGROUP / "memory.current"
-    if limit.exists() and limit.read_text(encoding="utf-8").strip() != "max":
-        cached = re.findall(
-            r"^(?:in)?active_file (\d+)$", (CGROUP / "memory.stat").read_text(encoding="utf-8"), re.MULTILINE
-        )
-        left.append(
-            int(limit.read_text(encoding="utf-8")) - int(used.read_text(encoding="utf-8")) + sum(map(int, cached))
-        )  # page caches can be dropped
-    return min(left)
+    meminfo = Path("/proc/meminfo").read_text(encoding="utf-8")
+    left = [int(kib) * 1024 for kib in re.findall(r"^MemAvailable: *(\d+)", meminfo, re.MULTILINE)]
+    limit = CGROUP / "memory.max"
+    if limit.exists() and (most := limit.read_text(encoding="utf-8").strip()) != "max":
+        used, stat = ((CGROUP / name).read_text(encoding="utf-8") for name in ("memory.current", "memory.stat"))
+        cached = re.findall(r"^(?:in)?active_file (\d+)$", stat, re.MULTILINE)  # page caches can be dropped
+        left.append(int(most) - int(used) + sum(map(int, cached)))
+    return min(left, default=1 << 62)
+
+
+TRAINING_CONTEXT, ROLLOUT_CONTEXT = 1_300_000_000, 500_000_000
+COMMUNICATOR = 250_000_000
+GRAPHS = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """Bytes of a GPU that are taken all the time.
+
+    Attributes:
+        contexts: the driver's context of a process, with the code that is loaded into it.
+        training_communicators: NCCL's of Megatron's groups and of syncs.
+        rollout_communicators: NCCL's of vLLM, which it counts in its fraction of the memory.
+        graphs: vLLM's CUDA graphs, which it counts in its fraction, too.
+    """
+
+    contexts: int = 0
+    training_communicators: int = 0
+    rollout_communicators: int = 0
+    graphs: int = 0
+
+    @property
+    def of_rollout(self) -> int:
+        """Bytes within vLLM's fraction that it has while it sleeps, too."""
+        return self.rollout_communicators + self.graphs
+
+    @property
+    def of_training(self) -> int:
+        """Bytes beside vLLM's fraction."""
+        return self.contexts + self.training_communicators
+
+    @property
+    def total(self) -> int:
+        return self.of_rollout + self.of_training
+
+
+def reserve_of(recipe: Recipe, has_experts: bool) -> Reserve:
+    """Return what a rank that trains and generates takes; where ranks do one of both, each has less."""
+    return Reserve(
+        contexts=TRAINING_CONTEXT + ROLLOUT_CONTEXT,
+        training_communicators=COMMUNICATOR * count_training_groups(recipe, has_experts),
+        rollout_communicators=COMMUNICATOR * count_rollout_groups(recipe),
+        graphs=GRAPHS,
+    )
+
+
+def count_training_groups(recipe: Recipe, has_experts: bool) -> int:
+    """Return the number of groups of several ranks over which a rank trains and syncs (`train.runtime.use_groups`)."""
+    train, ranks = recipe.train, recipe.train_ranks
+    of_stage, sharing = ranks // train.pp, train.ep * train.etp
+    sizes = [train.tp, train.pp, train.cp, train.dp * train.cp, train.pp, ranks]  # that of embeddings has ends of pp
+    if has_experts:
+        sizes += [train.ep, train.etp, sharing, of_stage // sharing]
+    neighbours = 2 if train.vpp > 1 else 0  # messages apart from others have communicators of two ranks
+    weights = int(recipe.sync_ranks > 1)
+    return sum(size > 1 for size in sizes) + neighbours + weights
+
+
+def count_rollout_groups(recipe: Recipe) -> int:
+    """Return the number of groups of several ranks over which vLLM computes."""
+    rollout = recipe.rollout
+    assert rollout is not None, "checked when the recipe was read"
+    return (rollout.tp > 1) + (rollout.dp > 1) + (rollout.expert_parallel and rollout.tp * rollout.dp > 1)

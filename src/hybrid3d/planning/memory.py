@@ -13,7 +13,7 @@ Both engines report the sizes of their weights. The rest is computed from these 
   without them, and gradients and the optimizer have the elements of the adapters only;
 - FP8 weights of `rollout.quantization`: one byte an element, on the ranks that train, in a sync; where it sends changed
   elements only, they stay, with one bit an element;
-- reserve: contexts, communicators and CUDA graphs (`planning/reserve.py`);
+- reserve: contexts, communicators and CUDA graphs (`planning/hardware.py`);
 - KV cache: vLLM's fraction, of all of the device's memory, minus its weights, its work space and its part of the
   reserve.
 
@@ -31,8 +31,7 @@ from typing import TYPE_CHECKING
 from hybrid3d.config import Lora, Recipe, Train
 from hybrid3d.config.model_shape import ModelShape
 from hybrid3d.families import Config, is_adapted, is_expert
-from hybrid3d.planning.hardware import Hardware
-from hybrid3d.planning.reserve import NO_RESERVE, Reserve, reserve_of
+from hybrid3d.planning.hardware import Hardware, Reserve, reserve_of
 from hybrid3d.reshard.plan.layout import ITEMSIZE, Piece, pieces_by_name
 from hybrid3d.train.megatron.probe import layers_of_stages
 
@@ -40,6 +39,7 @@ if TYPE_CHECKING:  # the memory of training is estimated where there is no vLLM,
     from hybrid3d.rollout.probe import SlotDemand
 
 FLOAT32 = 4
+GATHERED_FRACTION = 0.5  # of a node's memory; the rest is for processes, offloaded tensors and the page cache
 # `max_num_batched_tokens` and `max_num_seqs` of vLLM 0.32.0 for an offline engine on a large GPU.
 BATCHED_TOKENS, SEQUENCES = 16384, 1024
 
@@ -121,12 +121,8 @@ class MemoryEstimate:
     """The memory in each phase of a step on the GPU that is fullest in that phase, in bytes.
 
     Attributes:
-        stages: the memory of each pipeline stage's fullest rank.
-        capacity: the memory of a GPU.
-        fraction: the fraction of it that vLLM may use.
+        fraction: the fraction of a GPU's memory, `capacity`, that vLLM may use.
         work_space: what vLLM uses besides its weights and its KV cache.
-        kv_bytes_per_token: bytes of the KV cache for one token.
-        max_model_len: the maximum length of a sequence in tokens.
         sleeps: whether vLLM frees its memory during training.
         keeps_weights: whether it keeps its weights then.
         offloads: the kinds of training memory that are offloaded during generation (`train.offload_*`).
@@ -140,11 +136,11 @@ class MemoryEstimate:
     work_space: int
     kv_bytes_per_token: int
     max_model_len: int
-    sleeps: bool = True
-    keeps_weights: bool = False
-    offloads: tuple[str, ...] = ()
-    split: bool = False
-    reserve: Reserve = NO_RESERVE
+    sleeps: bool
+    keeps_weights: bool
+    offloads: tuple[str, ...]
+    split: bool
+    reserve: Reserve
 
     @cached_property
     def train(self) -> int:
@@ -233,7 +229,6 @@ def estimate_memory(
     Args:
         held: Megatron's parameter counts of a rank of each stage; all ranks of a stage have the same counts.
         wanted: vLLM's answer about an engine's first slot, which wants at least as much as any other.
-        wanted_bytes: the bytes that this slot wants.
     """
     rollout = recipe.rollout
     assert rollout is not None
@@ -255,12 +250,7 @@ def estimate_memory(
 def estimate_stages(
     recipe: Recipe, config: Config, held: Sequence[ParameterCounts], wanted_bytes: int, finalize_bytes: int
 ) -> tuple[StageMemory, ...]:
-    """Estimate the memory of the fullest rank of each stage.
-
-    Args:
-        held, wanted_bytes: as for `estimate_memory`.
-        finalize_bytes: memory that finalizing vLLM's tensors takes.
-    """
+    """Estimate the memory of the fullest rank of each stage; finalizing vLLM's tensors takes `finalize_bytes`."""
     train, itemsize = recipe.train, ITEMSIZE[recipe.model.dtype]
     stage_ranks = recipe.train_ranks // train.pp
     activations = stage_activations(recipe, ModelShape.of(config), layers_of_stages(config, train))
@@ -381,3 +371,15 @@ def _work_space(shape: ModelShape, tp: int, itemsize: int) -> int:
         widest = max(widest, shape.experts.per_token * (3 * shape.experts.width // tp + shape.hidden_size))
     layer = BATCHED_TOKENS * (2 * shape.hidden_size + widest) * itemsize
     return layer + 2 * SEQUENCES * shape.vocab_size * FLOAT32
+
+
+def choose_sharding(setting: str, gathered: float, capacity: float) -> str:
+    """Return how optimizers are saved: as set or, with `auto`, so that any layout can load them if that fits the node.
+
+    Args:
+        gathered: bytes of optimizer state that `fully_reshardable` makes in a node's host memory.
+        capacity: the node's memory in bytes.
+    """
+    if setting != "auto":
+        return setting
+    return "fully_reshardable" if gathered <= GATHERED_FRACTION * capacity else "dp_reshardable"

@@ -12,7 +12,7 @@ from rich.text import Text
 from hybrid3d.config import Recipe
 from hybrid3d.planning.estimates import SyncTime
 from hybrid3d.planning.hardware import GB, TERA
-from hybrid3d.planning.memory import gb
+from hybrid3d.planning.memory import gb, max_over_stages
 from hybrid3d.planning.report import PlanReport
 from hybrid3d.reshard.plan.placement import consecutive_slots
 
@@ -91,7 +91,6 @@ def _sentences(report: PlanReport) -> Text:
 
 
 def _machine(report: PlanReport) -> str:
-    """Return the numbers of a GPU with which seconds and memory are predicted."""
     has = report.hardware
     rates = f"{has.bf16_flops / TERA:,g} TFLOP/s in BF16" + (
         f" and {has.fp8_flops / TERA:,g} in FP8" if has.fp8_flops else ""
@@ -182,7 +181,7 @@ def _memory(report: PlanReport) -> Table:
     table = Table(title=f"memory of the fullest GPU, of {gb(memory.capacity)}")
     for title in ("phase", "taken", "of it"):
         table.add_column(title, justify="right" if title == "taken" else "left")
-    most = {key: max(getattr(stage, key) for stage in memory.stages) for key in vars(memory.stages[0])}
+    most = max_over_stages(memory.stages)
     stays = [
         f"{key} {gb(most[key])}" for key in ("weights", "gradients", "optimizer", "reference", "changes") if most[key]
     ]

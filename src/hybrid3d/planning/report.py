@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,24 +12,13 @@ import numpy as np
 from hybrid3d.config import Recipe
 from hybrid3d.families import Config, family_of
 from hybrid3d.inputs.adapters import check_adapted_layers
-from hybrid3d.planning.checkpoint_memory import CheckpointMemory, estimate_checkpoint
+from hybrid3d.planning import estimates
 from hybrid3d.planning.engine_queries import ProgressCallback, query_engines
-from hybrid3d.planning.estimates import (
-    AdapterSync,
-    ChangedSync,
-    GatherTraffic,
-    SyncTime,
-    count_work,
-    estimate_sync_time,
-    gather_traffic,
-    inter_node_bytes,
-    predict_adapter_sync,
-    predict_changed_sync,
-)
 from hybrid3d.planning.fitting import check_memory
 from hybrid3d.planning.hardware import Hardware, hardware_of
-from hybrid3d.planning.memory import MemoryEstimate, max_over_stages
+from hybrid3d.planning.memory import FLOAT32, MemoryEstimate, StageMemory, choose_sharding, max_over_stages
 from hybrid3d.planning.traffic import SyncTraffic, compute_sync_traffic, without_collector
+from hybrid3d.reshard.plan.layout import ITEMSIZE
 from hybrid3d.reshard.plan.placement import consecutive_slots
 from hybrid3d.train.megatron.probe import expected_shapes
 
@@ -38,6 +28,7 @@ PROMPT_TOKEN = 4 + 4
 ANSWER_TOKEN = PROMPT_TOKEN + 4 + 1
 ANSWER = 500  # of an answer besides its tokens
 MANY_EXPERTS = 256  # more have numbers of two bytes
+SAVED = 3 * FLOAT32  # bytes of an element in a checkpoint: the main weight and Adam's two moments
 
 
 @dataclass(frozen=True)
@@ -47,12 +38,12 @@ class PlanReport:
     recipe: Recipe
     hardware: Hardware
     traffic: SyncTraffic
-    sync: SyncTime
+    sync: estimates.SyncTime
     memory: MemoryEstimate
-    gather_traffic: GatherTraffic
+    gather_traffic: estimates.GatherTraffic
     samples: SampleTraffic
-    changed: ChangedSync | None = None
-    adapters: AdapterSync | None = None
+    changed: estimates.ChangedSync | None = None
+    adapters: estimates.AdapterSync | None = None
 
     @property
     def checkpoint(self) -> CheckpointMemory:
@@ -67,7 +58,7 @@ class PlanReport:
             "held_bytes": self.traffic.held,
             "local_bytes": self.traffic.local,
             "received_bytes": traffic.sum(0),
-            "received_over_network_bytes": inter_node_bytes(traffic, per_node).sum(0),
+            "received_over_network_bytes": estimates.inter_node_bytes(traffic, per_node).sum(0),
             "sent_bytes": traffic.sum(1),
             "gather_bytes": self.gather_traffic.received_bytes,
         }
@@ -138,7 +129,7 @@ class PlanReport:
         }
 
 
-def _changed_seconds(changed: ChangedSync) -> dict[str, float]:
+def _changed_seconds(changed: estimates.ChangedSync) -> dict[str, float]:
     return {
         "delta": changed.seconds,
         "delta_wire": changed.wire.seconds,
@@ -147,7 +138,7 @@ def _changed_seconds(changed: ChangedSync) -> dict[str, float]:
     }
 
 
-def _changed_numbers(changed: ChangedSync, recipe: Recipe) -> dict[str, Any]:
+def _changed_numbers(changed: estimates.ChangedSync, recipe: Recipe) -> dict[str, Any]:
     return {
         "changed_fraction": changed.fraction,
         "delta_bytes": changed.delta_bytes,
@@ -161,7 +152,7 @@ def _changed_numbers(changed: ChangedSync, recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _adapter_numbers(adapters: AdapterSync) -> dict[str, int]:
+def _adapter_numbers(adapters: estimates.AdapterSync) -> dict[str, int]:
     return {
         "adapter_received_bytes": adapters.received_bytes,
         "adapter_lower_bound_bytes": adapters.lower_bound_bytes,
@@ -193,17 +184,17 @@ def make_report(
     answers = query_engines(recipe, config, on_progress)
     on_progress("placing ranks, planning, and checking that every wanted element arrives once")
     traffic, hardware = compute_sync_traffic(recipe, answers), hardware_of(recipe.machine)
-    sync = estimate_sync_time(traffic.traffic, traffic.local, hardware, recipe.machine.gpus_per_node)
-    gathered, samples = gather_traffic(recipe, traffic), predict_samples(recipe, config)
+    sync = estimates.estimate_sync_time(traffic.traffic, traffic.local, hardware, recipe.machine.gpus_per_node)
+    gathered, samples = estimates.gather_traffic(recipe, traffic), predict_samples(recipe, config)
     report = PlanReport(recipe, hardware, traffic, sync, memory, gathered, samples)
     if recipe.syncs_adapters:
         slots = traffic.placement.slots.tolist()
-        report = replace(report, adapters=predict_adapter_sync(recipe, config, slots, hardware, on_progress))
+        report = replace(report, adapters=estimates.predict_adapter_sync(recipe, config, slots, hardware, on_progress))
     if changed_fraction is None:
         return report
     on_progress("counting what a sync of changed elements takes")
-    network, work = int(report.per_rank["received_over_network_bytes"].sum()), count_work(recipe, answers, traffic)
-    return replace(report, changed=predict_changed_sync(recipe, traffic, network, hardware, changed_fraction, work))
+    work = estimates.count_work(recipe, answers, traffic)
+    return replace(report, changed=estimates.predict_changed_sync(recipe, traffic, hardware, changed_fraction, work))
 
 
 def _spread(of_ranks: np.ndarray) -> dict[str, float]:
@@ -252,14 +243,41 @@ def predict_samples(recipe: Recipe, config: Config) -> SampleTraffic:
     received[: recipe.train_ranks] = answer_bytes + math.ceil(choice_bytes / recipe.train.dp)
     if recipe.is_split:  # the first rank gets everything from the engines
         received[0] = answer_bytes + choice_bytes
-    else:
-        replicas = recipe.generation_ranks // rollout.tp
-        own = answer_bytes // replicas
-        received[_leading(recipe)] -= own
+    else:  # a rank of each replica has its answers; which one it is depends on the placement
+        received[:: rollout.tp] -= answer_bytes // (recipe.generation_ranks // rollout.tp)
     return SampleTraffic(answers, answer_bytes, choice_bytes, received)
 
 
-def _leading(recipe: Recipe) -> np.ndarray:
-    """Return a rank of each replica; which one it is depends on the placement."""
-    assert recipe.rollout is not None, "checked by the caller"
-    return np.arange(0, recipe.generation_ranks, recipe.rollout.tp)
+@dataclass(frozen=True)
+class CheckpointMemory:
+    """Host memory in bytes that a checkpoint takes on the fullest node.
+
+    Attributes:
+        sharding: how optimizers are saved.
+        node: what that takes.
+        gathered: what `fully_reshardable` takes.
+        capacity: the memory of a node.
+    """
+
+    sharding: str
+    node: int
+    gathered: int
+    capacity: int
+
+
+def estimate_checkpoint(recipe: Recipe, stages: Sequence[StageMemory], hardware: Hardware) -> CheckpointMemory:
+    """Estimate what a checkpoint takes, if a node had ranks of the fullest stage only.
+
+    `fully_reshardable` makes the optimizer state of its whole data-parallel group in each rank's host memory: three
+    float32 numbers for each element that the rank trains, whatever the number of data-parallel ranks. With
+    `dp_reshardable` each rank has its own shard there. Both have the rank's trained weights, too.
+    """
+    ranks = min(recipe.machine.gpus_per_node, recipe.train_ranks)
+    kept = FLOAT32 * (2 if ITEMSIZE[recipe.model.dtype] == FLOAT32 else 3)  # bytes of an element's state on the GPU
+    trained = [stage.gradients // FLOAT32 for stage in stages]  # elements
+    weights = [ITEMSIZE[recipe.model.dtype] * elements for elements in trained]
+    gathered = ranks * max(saved + SAVED * elements for saved, elements in zip(weights, trained, strict=True))
+    shards = ranks * max(saved + s.optimizer * SAVED // kept for saved, s in zip(weights, stages, strict=True))
+    sharding = choose_sharding(recipe.run.optimizer_sharding, ranks * SAVED * max(trained), hardware.host_bytes)
+    node = gathered if sharding == "fully_reshardable" else shards
+    return CheckpointMemory(sharding, node, gathered, int(hardware.host_bytes))

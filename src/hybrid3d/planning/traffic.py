@@ -13,8 +13,7 @@ import numpy as np
 
 from hybrid3d.config import Recipe
 from hybrid3d.families import is_expert, is_quantized
-from hybrid3d.planning.agreed_placement import Placement, compute_placement
-from hybrid3d.planning.engine_queries import EngineAnswers
+from hybrid3d.planning.engine_queries import EngineAnswers, Placement, compute_placement
 from hybrid3d.reshard.fp8 import BLOCK, FP8, SCALE, SCALE_SUFFIX
 from hybrid3d.reshard.plan.classes import group_ranks, rank_groups, select_tensors
 from hybrid3d.reshard.plan.coverage import check_coverage, check_routes, lower_bound, network_lower_bound
@@ -83,7 +82,7 @@ def compute_sync_traffic(recipe: Recipe, answers: EngineAnswers, slots: Sequence
     """
     world, per_node = recipe.sync_ranks, recipe.machine.gpus_per_node
     holdings, wanted = answers.holdings, [slot.demand for slot in answers.slots]
-    found = compute_placement(recipe, holdings, wanted, answers.multiplicity)
+    found = compute_placement(recipe, answers)
     if slots is not None:
         found = replace(found, slots=np.array(slots))
     demand = found.demand(wanted)

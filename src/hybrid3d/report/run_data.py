@@ -14,7 +14,7 @@ from typing import Any, TypeGuard, cast
 import yaml
 
 from hybrid3d.config import RecipeError
-from hybrid3d.config.former import with_present_settings
+from hybrid3d.config.load import with_present_settings
 from hybrid3d.config.schema import flatten_settings, read_yaml
 from hybrid3d.report.timeline import Timeline, read_timeline
 from hybrid3d.run.ends import read_ends

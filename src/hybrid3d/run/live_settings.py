@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from hybrid3d.config import Recipe, RecipeError, read_recipe
-from hybrid3d.config.overrides import with_settings
+from hybrid3d.config.load import with_settings
 from hybrid3d.config.schema import flatten_settings, to_raw
 from hybrid3d.distributed import broadcast_object
 from hybrid3d.errors import UserMistake

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from hybrid3d import launch_environment
 from hybrid3d.config import Recipe
-from hybrid3d.config.interval import is_due
+from hybrid3d.config.schema import is_due
 from hybrid3d.distributed import weights_group
 from hybrid3d.generation.evaluation import EvalResult
 from hybrid3d.generation.replicas import EngineReplicas

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from hybrid3d.config import Recipe
-from hybrid3d.config.interval import is_due
+from hybrid3d.config.schema import is_due
 from hybrid3d.distributed import all_reduce_min, broadcast_object
 from hybrid3d.generation.evaluation import EvalResult
 from hybrid3d.generation.replicas import NoReplicas

@@ -233,7 +233,7 @@ def _decide_sharding(recipe: Recipe, models: TrainedModels, record: RunLogger, g
     Raises:
         RecipeError: `dp_reshardable` is set, and ranks have no part of a bucket.
     """
-    from hybrid3d.planning.checkpoint_memory import choose_sharding
+    from hybrid3d.planning.memory import choose_sharding
     from hybrid3d.train.megatron.checkpoint import DP_RESHARDABLE, FULLY_RESHARDABLE, can_shard_by_ranks, host_bytes
 
     gathered, capacity = host_bytes(models, FULLY_RESHARDABLE), total_memory()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hybrid3d import __version__
 from hybrid3d.config import Recipe
-from hybrid3d.config.interval import is_due
+from hybrid3d.config.schema import is_due
 from hybrid3d.distributed import gather_to_first
 from hybrid3d.generation.exchange import deliver_choices
 from hybrid3d.generation.samples import RolloutBatch

@@ -6,42 +6,11 @@ import re
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Literal
 
-from hybrid3d.config.algorithms import (
-    ALGORITHMS,
-    FROM_DATA,
-    GROUP_ADVANTAGES,
-    GROUP_SCALES,
-    REFERENCE_FREE_LOSSES,
-    SMOOTHED_LOSSES,
-    TOKEN_ADVANTAGES,
-    Advantage,
-    AdvantageScale,
-    Aggregation,
-    Combination,
-    LossKind,
-    Name,
-    PreferenceLossType,
-    Ratio,
-)
-from hybrid3d.config.only_if import ONLY_IF, of_loss, of_own, of_pairs, of_recipe, of_sampling, only_if
-from hybrid3d.config.schema import (
-    REQUIRED_UNLESS,
-    AboveOne,
-    ClosedFraction,
-    Coefficient,
-    FilePath,
-    NonNegative,
-    OpenFraction,
-    Positive,
-    Repeats,
-    RepeatsOrZero,
-    Rule,
-    Sequences,
-    Steps,
-)
+from hybrid3d.config import algorithms, schema
+from hybrid3d.config.refusals import ONLY_IF, of_loss, of_own, of_pairs, of_recipe, of_sampling, only_if
 
 Url = Annotated[
-    str, Rule(lambda s: re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#]*)?", s) is not None, "http://HOST:PORT/v1")
+    str, schema.Rule(lambda s: re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#]*)?", s) is not None, "http://HOST:PORT/v1")
 ]
 K3_CLAMP = 10.0
 MEASURED = of_own(lambda kl: kl.where != "none", "algorithm.kl.where=none measures no KL")
@@ -59,7 +28,7 @@ HAS_REFERENCE = (
     of_recipe(lambda recipe: recipe.algorithm.uses_reference, "algorithm.kl.where=none measures no KL"),
 )
 KL_IS_SAMPLED = of_sampling("measures no KL")
-Smoothing = Annotated[float, Rule(lambda x: 0 <= x < 0.5, "at least 0 and less than 0.5")]
+Smoothing = Annotated[float, schema.Rule(lambda x: 0 <= x < 0.5, "at least 0 and less than 0.5")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,14 +54,14 @@ class Kl:
     """
 
     where: Literal["reward", "loss", "none"] = field(metadata={ONLY_IF: (KL_IS_SAMPLED,)})
-    reference: FilePath | None = only_if(None, *HAS_REFERENCE)
+    reference: schema.FilePath | None = only_if(None, *HAS_REFERENCE)
     endpoint: Url | None = only_if(None, *HAS_REFERENCE)
     estimator: Literal["k1", "k1+", "k2", "k3", "k3+", "abs", "abs+"] | None = only_if(None, MEASURED)
-    clamp: Positive | None = only_if(None, MEASURED)
+    clamp: schema.Positive | None = only_if(None, MEASURED)
     ratio_weighted: bool = only_if(False, MEASURED, HAS_GRADIENT)
-    coef: Coefficient = field(default=0.0, metadata={REQUIRED_UNLESS: ("where", "none")})
-    target: Positive | None = only_if(None, MEASURED)
-    horizon: Steps = only_if(10_000, MEASURED, HAS_TARGET)
+    coef: schema.Coefficient = field(default=0.0, metadata={schema.REQUIRED_UNLESS: ("where", "none")})
+    target: schema.Positive | None = only_if(None, MEASURED)
+    horizon: schema.Steps = only_if(10_000, MEASURED, HAS_TARGET)
 
     @property
     def effective_estimator(self) -> str:
@@ -137,8 +106,8 @@ class Correction:
     kind: Literal["none", "truncate", "mask", "sequence_truncate", "sequence_mask", "sequence_mean_mask"] = only_if(
         "none", HAS_ROLLOUT
     )
-    low: NonNegative = only_if(0.5, CORRECTS, BOUNDS_FROM_BELOW)
-    high: Positive = only_if(2.0, CORRECTS)
+    low: schema.NonNegative = only_if(0.5, CORRECTS, BOUNDS_FROM_BELOW)
+    high: schema.Positive = only_if(2.0, CORRECTS)
     normalize: bool = only_if(False, CORRECTS)
     bypass: bool = only_if(False, HAS_ROLLOUT)
 
@@ -157,18 +126,18 @@ class PolicyLoss:
         max_ratio: Upper bound of the ratio with which `dppo_tv` and `dppo_kl` weight a token.
     """
 
-    tau_positive: Positive = only_if(1.0, of_loss("sapo"))
-    tau_negative: Positive = only_if(1.05, of_loss("sapo"))
-    cov_fraction: OpenFraction = only_if(2e-4, of_loss("clip_cov", "kl_cov"))
-    cov_low: NonNegative = only_if(1.0, of_loss("clip_cov"))
-    cov_high: Positive = only_if(5.0, of_loss("clip_cov"))
-    cov_kl_coef: Coefficient = only_if(1.0, of_loss("kl_cov"))
-    max_ratio: AboveOne = only_if(20.0, of_loss("dppo_tv", "dppo_kl"))
+    tau_positive: schema.Positive = only_if(1.0, of_loss("sapo"))
+    tau_negative: schema.Positive = only_if(1.05, of_loss("sapo"))
+    cov_fraction: schema.OpenFraction = only_if(2e-4, of_loss("clip_cov", "kl_cov"))
+    cov_low: schema.NonNegative = only_if(1.0, of_loss("clip_cov"))
+    cov_high: schema.Positive = only_if(5.0, of_loss("clip_cov"))
+    cov_kl_coef: schema.Coefficient = only_if(1.0, of_loss("kl_cov"))
+    max_ratio: schema.AboveOne = only_if(20.0, of_loss("dppo_tv", "dppo_kl"))
 
 
 ON_PAIRS = of_pairs("trains on no preference pairs")
 BY_LOSS = "algorithm.preference.loss_type={own.loss_type} does not use it"
-SMOOTHED = of_own(lambda preference: preference.loss_type in SMOOTHED_LOSSES, BY_LOSS)
+SMOOTHED = of_own(lambda preference: preference.loss_type in algorithms.SMOOTHED_LOSSES, BY_LOSS)
 SIMPO = of_own(lambda preference: preference.loss_type == "simpo", BY_LOSS)
 
 
@@ -188,16 +157,16 @@ class Preference:
             to the loss.
     """
 
-    loss_type: PreferenceLossType = only_if("sigmoid", ON_PAIRS)
-    beta: Positive = only_if(0.1, ON_PAIRS)
+    loss_type: algorithms.PreferenceLossType = only_if("sigmoid", ON_PAIRS)
+    beta: schema.Positive = only_if(0.1, ON_PAIRS)
     label_smoothing: Smoothing = only_if(0.0, ON_PAIRS, SMOOTHED)
-    simpo_gamma: NonNegative = only_if(0.5, ON_PAIRS, SIMPO)
-    sft_coef: Coefficient = only_if(0.0, ON_PAIRS)
+    simpo_gamma: schema.NonNegative = only_if(0.5, ON_PAIRS, SIMPO)
+    sft_coef: schema.Coefficient = only_if(0.0, ON_PAIRS)
 
 
 SAMPLES = of_sampling("trains on the answers of the data")
 DISCOUNTS = of_recipe(
-    lambda recipe: recipe.algorithm.combination.advantage in TOKEN_ADVANTAGES,
+    lambda recipe: recipe.algorithm.combination.advantage in algorithms.TOKEN_ADVANTAGES,
     "algorithm.name={recipe.algorithm.name} does not discount, only algorithm.advantage=returns and gae do",
 )
 ESTIMATES = of_recipe(
@@ -247,34 +216,34 @@ class Algorithm:
         loss, preference, kl, correction: Sections of their own, below.
     """
 
-    name: Name
-    prompts_per_step: Sequences
-    samples_per_prompt: Sequences = only_if(1, SAMPLES)
-    epochs: Repeats = only_if(1, SAMPLES)
-    minibatches: Repeats = only_if(1, SAMPLES)
-    advantage: Advantage | None = only_if(None, SAMPLES)
-    advantage_scale: AdvantageScale | None = only_if(None, SAMPLES)
-    policy_loss: LossKind | None = only_if(None, SAMPLES)
-    ratio: Ratio | None = only_if(None, SAMPLES)
-    clip: OpenFraction | None = only_if(None, SAMPLES, CLIPS)
-    clip_high: Positive | None = only_if(None, SAMPLES, CLIPS)
-    dual_clip: AboveOne | None = only_if(None, SAMPLES, DUAL_CLIPS)
-    loss_agg_mode: Aggregation | None = only_if(None, SAMPLES)
-    entropy_coef: Coefficient = only_if(0.0, SAMPLES)
+    name: algorithms.Name
+    prompts_per_step: schema.Sequences
+    samples_per_prompt: schema.Sequences = only_if(1, SAMPLES)
+    epochs: schema.Repeats = only_if(1, SAMPLES)
+    minibatches: schema.Repeats = only_if(1, SAMPLES)
+    advantage: algorithms.Advantage | None = only_if(None, SAMPLES)
+    advantage_scale: algorithms.AdvantageScale | None = only_if(None, SAMPLES)
+    policy_loss: algorithms.LossKind | None = only_if(None, SAMPLES)
+    ratio: algorithms.Ratio | None = only_if(None, SAMPLES)
+    clip: schema.OpenFraction | None = only_if(None, SAMPLES, CLIPS)
+    clip_high: schema.Positive | None = only_if(None, SAMPLES, CLIPS)
+    dual_clip: schema.AboveOne | None = only_if(None, SAMPLES, DUAL_CLIPS)
+    loss_agg_mode: algorithms.Aggregation | None = only_if(None, SAMPLES)
+    entropy_coef: schema.Coefficient = only_if(0.0, SAMPLES)
     mask_truncated: bool = only_if(False, SAMPLES)
-    high_entropy_fraction: OpenFraction | None = only_if(None, SAMPLES)
-    gamma: ClosedFraction = only_if(1.0, SAMPLES, DISCOUNTS)
-    lam: ClosedFraction = only_if(1.0, SAMPLES, ESTIMATES)
-    dynamic_sampling: RepeatsOrZero | None = only_if(None, SAMPLES)
+    high_entropy_fraction: schema.OpenFraction | None = only_if(None, SAMPLES)
+    gamma: schema.ClosedFraction = only_if(1.0, SAMPLES, DISCOUNTS)
+    lam: schema.ClosedFraction = only_if(1.0, SAMPLES, ESTIMATES)
+    dynamic_sampling: schema.RepeatsOrZero | None = only_if(None, SAMPLES)
     loss: PolicyLoss = PolicyLoss()
     preference: Preference = Preference()
     kl: Kl = Kl(where="none", coef=0.0)
     correction: Correction = Correction()
 
     @property
-    def combination(self) -> Combination:
+    def combination(self) -> algorithms.Combination:
         """Return what the algorithm combines: this section's settings, and the name's where they are `null`."""
-        defaults = ALGORITHMS.get(self.name, Combination())
+        defaults = algorithms.ALGORITHMS.get(self.name, algorithms.Combination())
         if self.clip is not None and self.clip_high is None:
             defaults = replace(defaults, clip_high=None)  # the bound on both sides
         given = {key.name: getattr(self, key.name) for key in fields(defaults)}
@@ -283,7 +252,7 @@ class Algorithm:
     @property
     def generates(self) -> bool:
         """Return whether training samples answers with vLLM; `sft` and `dpo` do not."""
-        return self.name not in FROM_DATA
+        return self.name not in algorithms.FROM_DATA
 
     @property
     def uses_pairs(self) -> bool:
@@ -294,7 +263,7 @@ class Algorithm:
     def uses_reference(self) -> bool:
         """Return whether there is a frozen reference policy beside the one that is trained."""
         if self.uses_pairs:
-            return self.preference.loss_type not in REFERENCE_FREE_LOSSES
+            return self.preference.loss_type not in algorithms.REFERENCE_FREE_LOSSES
         return self.kl.where != "none"
 
     @property
@@ -310,8 +279,8 @@ class Algorithm:
     @property
     def uses_groups(self) -> bool:
         """Return whether advantages compare the answers to one prompt."""
-        combined = self.combination
-        compares = combined.advantage in GROUP_ADVANTAGES or combined.advantage_scale in GROUP_SCALES
+        advantage, scale = self.combination.advantage, self.combination.advantage_scale
+        compares = advantage in algorithms.GROUP_ADVANTAGES or scale in algorithms.GROUP_SCALES
         return self.generates and compares
 
     @property

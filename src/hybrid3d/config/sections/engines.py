@@ -5,32 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hybrid3d.config.interval import Interval
-from hybrid3d.config.only_if import of_answers, of_own, of_recipe, of_sampling, only_if
-from hybrid3d.config.schema import (
-    BatchesInFlight,
-    ClosedFraction,
-    Coefficient,
-    FilePath,
-    Gibibytes,
-    Layers,
-    Mebibytes,
-    OpenFraction,
-    Port,
-    Positive,
-    PositiveFraction,
-    Ranks,
-    Repeats,
-    RepeatsOrZero,
-    Seconds,
-    Sequences,
-    Staleness,
-    StopText,
-    Temperature,
-    Text,
-    Tokens,
-    TopK,
-)
+from hybrid3d.config import schema
+from hybrid3d.config.refusals import of_answers, of_own, of_recipe, of_sampling, only_if
 
 OFFLOADS = ("parameters", "gradients", "optimizer")
 
@@ -44,7 +20,7 @@ class Model:
         dtype: Dtype in which both engines compute.
     """
 
-    path: FilePath
+    path: schema.FilePath
     dtype: Literal["float32", "bfloat16"] = "float32"
 
 
@@ -83,23 +59,23 @@ class Train:
         offload_gradients: Free gradients while vLLM generates.
     """
 
-    tp: Ranks = 1
-    pp: Ranks = 1
-    vpp: Ranks = 1
-    ep: Ranks = 1
-    etp: Ranks = 1
-    cp: Ranks = 1
-    dp: Ranks = 1
-    first_stage_layers: Layers | None = None
-    last_stage_layers: Layers | None = None
-    expert_bias_update_rate: ClosedFraction = 0.0
-    micro_batch_size: Sequences = 8
+    tp: schema.Ranks = 1
+    pp: schema.Ranks = 1
+    vpp: schema.Ranks = 1
+    ep: schema.Ranks = 1
+    etp: schema.Ranks = 1
+    cp: schema.Ranks = 1
+    dp: schema.Ranks = 1
+    first_stage_layers: schema.Layers | None = None
+    last_stage_layers: schema.Layers | None = None
+    expert_bias_update_rate: schema.ClosedFraction = 0.0
+    micro_batch_size: schema.Sequences = 8
     packed: bool = False
-    max_tokens_per_micro_batch: Tokens | None = None
+    max_tokens_per_micro_batch: schema.Tokens | None = None
     recompute: Literal["none", "full"] = "none"
     fp8: Literal["none", "tensorwise", "blockwise"] = "none"
     router_replay: Literal["none", "old", "rollout"] = only_if("none", of_sampling("has no earlier choices"))
-    mtp_loss_coef: Coefficient = 0.0
+    mtp_loss_coef: schema.Coefficient = 0.0
     offload_parameters: bool = False
     offload_gradients: bool = False
     offload_optimizer: bool = False
@@ -122,10 +98,10 @@ class Agents:
         timeout_seconds: Time without a call after which a session ends with the default reward.
     """
 
-    command: Text | None = None
-    host: Text = "127.0.0.1"
-    port: Port = 8100
-    timeout_seconds: Seconds = 60.0
+    command: schema.Text | None = None
+    host: schema.Text = "127.0.0.1"
+    port: schema.Port = 8100
+    timeout_seconds: schema.Seconds = 60.0
 
 
 TRAINS_ON_SAMPLES = of_sampling("does not sample answers to train on")
@@ -171,24 +147,24 @@ class Rollout:
         agents: A section of its own, below; `null`: vLLM answers the prompts of the data.
     """
 
-    tp: Ranks = 1
-    dp: Ranks = 1
+    tp: schema.Ranks = 1
+    dp: schema.Ranks = 1
     expert_parallel: bool = False
-    max_model_len: Tokens
-    max_new_tokens: Tokens
-    temperature: Temperature = 1.0
-    top_p: PositiveFraction = only_if(1.0, TRAINS_ON_SAMPLES)
-    top_k: TopK = only_if(0, TRAINS_ON_SAMPLES)
-    min_p: ClosedFraction = only_if(0.0, TRAINS_ON_SAMPLES)
-    stop: tuple[StopText, ...] = ()
+    max_model_len: schema.Tokens
+    max_new_tokens: schema.Tokens
+    temperature: schema.Temperature = 1.0
+    top_p: schema.PositiveFraction = only_if(1.0, TRAINS_ON_SAMPLES)
+    top_k: schema.TopK = only_if(0, TRAINS_ON_SAMPLES)
+    min_p: schema.ClosedFraction = only_if(0.0, TRAINS_ON_SAMPLES)
+    stop: tuple[schema.StopText, ...] = ()
     quantization: Literal["fp8"] | None = None
-    gpu_memory_utilization: OpenFraction = 0.5
-    kv_cache_gib: Gibibytes = 1.0
+    gpu_memory_utilization: schema.OpenFraction = 0.5
+    kv_cache_gib: schema.Gibibytes = 1.0
     sleep: bool = only_if(True, SHARES_RANKS)
     keep_weights: bool = only_if(False, SLEEPS)
     pack_weights: bool = True
-    environment: Text | None = None
-    max_turns: Repeats = only_if(8, HAS_ENVIRONMENT)
+    environment: schema.Text | None = None
+    max_turns: schema.Repeats = only_if(8, HAS_ENVIRONMENT)
     agents: Agents | None = None
 
     @property
@@ -218,10 +194,10 @@ class GenerationRole:
             started, on Ray as soon as a node has room for them. `null`: all.
     """
 
-    ranks: Ranks | None = None
-    active_ranks: Ranks | None = only_if(None, GENERATES_APART)
-    ranks_at_start: Ranks | None = only_if(None, GENERATES_APART)
-    max_restarts: RepeatsOrZero = only_if(10, GENERATES_APART)
+    ranks: schema.Ranks | None = None
+    active_ranks: schema.Ranks | None = only_if(None, GENERATES_APART)
+    ranks_at_start: schema.Ranks | None = only_if(None, GENERATES_APART)
+    max_restarts: schema.RepeatsOrZero = only_if(10, GENERATES_APART)
 
 
 SCORES_APART = of_own(lambda role: role.ranks is not None, "without roles.reward.ranks no rank only computes rewards")
@@ -244,11 +220,11 @@ class RewardRole:
             its rewards.
     """
 
-    ranks: Ranks | None = None
-    tp: Ranks = only_if(1, SCORES_APART, HAS_REWARD_MODEL)
-    pp: Ranks = only_if(1, SCORES_APART, HAS_REWARD_MODEL)
-    ep: Ranks = only_if(1, SCORES_APART, HAS_REWARD_MODEL)
-    max_restarts: RepeatsOrZero = only_if(10, SCORES_APART)
+    ranks: schema.Ranks | None = None
+    tp: schema.Ranks = only_if(1, SCORES_APART, HAS_REWARD_MODEL)
+    pp: schema.Ranks = only_if(1, SCORES_APART, HAS_REWARD_MODEL)
+    ep: schema.Ranks = only_if(1, SCORES_APART, HAS_REWARD_MODEL)
+    max_restarts: schema.RepeatsOrZero = only_if(10, SCORES_APART)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,9 +256,9 @@ class Async:
             step waits for them, or their prompts are dropped, which favours short answers.
     """
 
-    max_staleness: Staleness = only_if(0, GENERATES)
+    max_staleness: schema.Staleness = only_if(0, GENERATES)
     partial: Literal["continue", "continue_with_cache", "restart"] | None = only_if(None, GENERATES)
-    batches_in_flight: BatchesInFlight = only_if(2, IN_PARTS)
+    batches_in_flight: schema.BatchesInFlight = only_if(2, IN_PARTS)
     late_answers: Literal["wait", "drop"] = only_if("wait", IN_PARTS)
 
     @property
@@ -320,8 +296,8 @@ class Sync:
             `pip install --no-deps -r requirements/nixl.txt`.
     """
 
-    bucket_mib: Mebibytes = only_if(64.0, SYNCS)
-    verify: Interval = only_if("never", SYNCS)
+    bucket_mib: schema.Mebibytes = only_if(64.0, SYNCS)
+    verify: schema.Interval = only_if("never", SYNCS)
     overlap: bool = only_if(True, SYNCS, GENERATES_AFTERWARDS)
     delta: Literal["auto", "always", "never"] = only_if("auto", SYNCS)
     shared_memory: Literal["auto", "never"] = only_if("auto", SYNCS)
@@ -365,11 +341,11 @@ class Machine:
         network_gb_per_s: Bandwidth between nodes; `null`: that of `kind`.
     """
 
-    gpus_per_node: Ranks = 8
+    gpus_per_node: schema.Ranks = 8
     kind: Literal["a100-8x200g", "h100-8x400g", "h200-8x400g", "a100", "h100", "h200", "b200", "gb200", "mi300x"] = (
         "h100-8x400g"
     )
-    memory_gb: Positive | None = None
-    copies_gb_per_s: Positive | None = None
-    nvlink_gb_per_s: Positive | None = None
-    network_gb_per_s: Positive | None = None
+    memory_gb: schema.Positive | None = None
+    copies_gb_per_s: schema.Positive | None = None
+    nvlink_gb_per_s: schema.Positive | None = None
+    network_gb_per_s: schema.Positive | None = None

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from hybrid3d.config import schema
-from hybrid3d.config.interval import Interval
-from hybrid3d.config.only_if import (
+from hybrid3d.config.refusals import (
     IN_PROCESS,
     ONLY_IF,
     of_answers,
@@ -17,29 +16,6 @@ from hybrid3d.config.only_if import (
     of_recipe,
     of_sampling,
     only_if,
-)
-from hybrid3d.config.schema import (
-    AboveOne,
-    ClosedFraction,
-    Coefficient,
-    Decay,
-    FilePath,
-    LearningRate,
-    NonNegative,
-    Positive,
-    PositiveFraction,
-    Processes,
-    Repeats,
-    RepeatsOrZero,
-    Rule,
-    Seconds,
-    Seed,
-    Steps,
-    StepsOrZero,
-    TemperatureOrZero,
-    Text,
-    TokensOrZero,
-    within,
 )
 
 
@@ -50,7 +26,7 @@ def _is_day(text: str) -> bool:
         return False
 
 
-Day = Annotated[str, Rule(_is_day, "a day as '2024-07-26', in quotation marks")]
+Day = Annotated[str, schema.Rule(_is_day, "a day as '2024-07-26', in quotation marks")]
 
 
 READS_PAIRS = of_pairs("reads no preference pairs")
@@ -88,15 +64,15 @@ class Data:
             starts, resumes, is evaluated or replayed. The default is that of Llama 3.2's template.
     """
 
-    train: FilePath
-    eval: FilePath
-    prompt: Text = "question"
-    answer: Text = only_if("answer", READS_ANSWERS)
-    chosen: Text = only_if("chosen", READS_PAIRS)
-    rejected: Text = only_if("rejected", READS_PAIRS)
+    train: schema.FilePath
+    eval: schema.FilePath
+    prompt: schema.Text = "question"
+    answer: schema.Text = only_if("answer", READS_ANSWERS)
+    chosen: schema.Text = only_if("chosen", READS_PAIRS)
+    rejected: schema.Text = only_if("rejected", READS_PAIRS)
     chat_template: bool = False
     overlong: Literal["error", "drop", "truncate_left"] = "error"
-    max_invalid_fraction: ClosedFraction = 0.01
+    max_invalid_fraction: schema.ClosedFraction = 0.01
     date: Day = only_if("2024-07-26", HAS_TEMPLATE)
 
 
@@ -147,17 +123,17 @@ class Reward:
             by up to 1 (arXiv 2503.14476, eq. 13); 0 disables the penalty.
     """
 
-    name: Text = only_if("gsm8k", SCORED)
-    model: FilePath | None = only_if(None, SCORED)
-    workers: Processes = only_if(2, SCORED, HAS_WORKERS)
-    timeout_seconds: Seconds = only_if(10.0, SCORED, HAS_WORKERS)
+    name: schema.Text = only_if("gsm8k", SCORED)
+    model: schema.FilePath | None = only_if(None, SCORED)
+    workers: schema.Processes = only_if(2, SCORED, HAS_WORKERS)
+    timeout_seconds: schema.Seconds = only_if(10.0, SCORED, HAS_WORKERS)
     default: schema.Reward = only_if(0.0, SCORED, MAY_FAIL)
-    max_failures: ClosedFraction = only_if(1.0, SCORED, MAY_FAIL)
+    max_failures: schema.ClosedFraction = only_if(1.0, SCORED, MAY_FAIL)
     min: schema.Reward | None = only_if(None, HAS_ADVANTAGES)
     max: schema.Reward | None = only_if(None, HAS_ADVANTAGES)
     whiten: bool = only_if(False, HAS_ADVANTAGES, NOT_DIVIDED)
-    coef: Coefficient = only_if(1.0, HAS_ADVANTAGES)
-    overlong_buffer: TokensOrZero = only_if(0, SCORED)
+    coef: schema.Coefficient = only_if(1.0, HAS_ADVANTAGES)
+    overlong_buffer: schema.TokensOrZero = only_if(0, SCORED)
 
 
 DECAYS = of_own(
@@ -182,15 +158,15 @@ class Optimizer:
         min_lr: Final learning rate of the decay.
     """
 
-    lr: LearningRate
-    clip_grad: NonNegative = 1.0
-    weight_decay: NonNegative = 0.0
-    beta1: Decay = 0.9
-    beta2: Decay = 0.999
-    eps: Positive = 1e-8
-    warmup_steps: StepsOrZero = 0
+    lr: schema.LearningRate
+    clip_grad: schema.NonNegative = 1.0
+    weight_decay: schema.NonNegative = 0.0
+    beta1: schema.Decay = 0.9
+    beta2: schema.Decay = 0.999
+    eps: schema.Positive = 1e-8
+    warmup_steps: schema.StepsOrZero = 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    min_lr: LearningRate = only_if(0.0, DECAYS)
+    min_lr: schema.LearningRate = only_if(0.0, DECAYS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,9 +181,9 @@ class Critic:
             policy's.
     """
 
-    path: FilePath | None = None
-    clip: Positive | None = 0.2
-    warmup_steps: StepsOrZero = 0
+    path: schema.FilePath | None = None
+    clip: schema.Positive | None = 0.2
+    warmup_steps: schema.StepsOrZero = 0
     optimizer: Optimizer | None = None
 
 
@@ -235,18 +211,18 @@ class Guard:
             maximum number of restarts after running out of memory; one more ends the run.
     """
 
-    max_kl: Positive | None = None
-    max_clip_fraction: ClosedFraction | None = None
-    max_grad_norm: Positive | None = None
-    min_entropy: Positive | None = None
-    max_mismatch_kl: Positive | None = None
-    max_sync_share: ClosedFraction | None = None
-    max_memory_gb: Positive | None = None
-    min_tokens_per_second: Positive | None = None
+    max_kl: schema.Positive | None = None
+    max_clip_fraction: schema.ClosedFraction | None = None
+    max_grad_norm: schema.Positive | None = None
+    min_entropy: schema.Positive | None = None
+    max_mismatch_kl: schema.Positive | None = None
+    max_sync_share: schema.ClosedFraction | None = None
+    max_memory_gb: schema.Positive | None = None
+    min_tokens_per_second: schema.Positive | None = None
     initial_mismatch: Literal["stop", "warn", "ignore"] = "stop"
-    spike: AboveOne | None = None
-    kl_explosion: Positive | None = None
-    max_interventions: RepeatsOrZero = 3
+    spike: schema.AboveOne | None = None
+    kl_explosion: schema.Positive | None = None
+    max_interventions: schema.RepeatsOrZero = 3
 
 
 EVALUATES = of_recipe(
@@ -279,16 +255,16 @@ class Run:
         dir: Folder that contains the folder of the run, which is called `name`.
     """
 
-    steps: Steps
-    eval_every: Steps = only_if(10, EVALUATES)
-    checkpoint_every: StepsOrZero = 0
-    keep_last: StepsOrZero = 0
+    steps: schema.Steps
+    eval_every: schema.Steps = only_if(10, EVALUATES)
+    checkpoint_every: schema.StepsOrZero = 0
+    keep_last: schema.StepsOrZero = 0
     async_checkpoints: bool = False
     optimizer_sharding: Literal["auto", "fully_reshardable", "dp_reshardable"] = "auto"
-    record: Interval = only_if("never", of_sampling("has no samples to record"))
-    max_restarts: RepeatsOrZero = 0
-    seed: Seed = 1
-    dir: FilePath = "runs"
+    record: schema.Interval = only_if("never", of_sampling("has no samples to record"))
+    max_restarts: schema.RepeatsOrZero = 0
+    seed: schema.Seed = 1
+    dir: schema.FilePath = "runs"
 
 
 ANSWERS = of_answers("cannot answer held-out problems")
@@ -318,11 +294,11 @@ class Evaluation:
             `eval/NAME/...`.
     """
 
-    samples: Repeats = only_if(1, ANSWERS)
-    temperature: TemperatureOrZero = only_if(0.0, ANSWERS)
-    top_p: PositiveFraction = only_if(1.0, ANSWERS, SAMPLED)
-    k: tuple[Repeats, ...] = only_if((), ANSWERS, SEVERAL)
-    data: dict[str, FilePath] = field(default_factory=dict, hash=False, metadata={ONLY_IF: (ANSWERS,)})
+    samples: schema.Repeats = only_if(1, ANSWERS)
+    temperature: schema.TemperatureOrZero = only_if(0.0, ANSWERS)
+    top_p: schema.PositiveFraction = only_if(1.0, ANSWERS, SAMPLED)
+    k: tuple[schema.Repeats, ...] = only_if((), ANSWERS, SEVERAL)
+    data: dict[str, schema.FilePath] = field(default_factory=dict, hash=False, metadata={ONLY_IF: (ANSWERS,)})
 
     @property
     def ks(self) -> tuple[int, ...]:
@@ -349,8 +325,8 @@ class Lora:
             are sent, which is slower, and works for experts and latent attention too.
     """
 
-    rank: Annotated[int, within(1, MAX_RANK)] = 16
-    alpha: Positive = 32.0
-    target_modules: tuple[Text, ...] | None = None
-    path: FilePath | None = None
+    rank: Annotated[int, schema.within(1, MAX_RANK)] = 16
+    alpha: schema.Positive = 32.0
+    target_modules: tuple[schema.Text, ...] | None = None
+    path: schema.FilePath | None = None
     sync: Literal["adapter", "merged"] = "adapter"
