@@ -8,9 +8,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybrid3d.families.dense import HF, MEGATRON, MTP, QK_NORM, QKV_BIAS, TENSORS, check_decoder
 from hybrid3d.families.family import Experts, Family, Latents, RowMap, SameTensor, StackedTensors
-from hybrid3d.families.moe import check_experts, expert_tensors
+from hybrid3d.families.grouped_query import (
+    HF,
+    MEGATRON,
+    MTP,
+    QK_NORM,
+    QKV_BIAS,
+    TENSORS,
+    check_decoder,
+    check_experts,
+    expert_tensors,
+)
 from hybrid3d.families.rope import rope_of
 from hybrid3d.families.values import Config, UnsupportedModel, require_counts, require_values
 
@@ -26,13 +35,8 @@ ROUTER_BIAS: dict[str, RowMap] = {
 }
 # Of a layer for multi-token prediction, around a decoder layer (arXiv 2412.19437, section 2.2)
 MTP_TENSORS: dict[str, RowMap] = {
-    f"{MTP}{ours}": SameTensor(f"{HF}{name}")
-    for ours, name in (
-        ("enorm.weight", "enorm.weight"),
-        ("hnorm.weight", "hnorm.weight"),
-        ("eh_proj.weight", "eh_proj.weight"),
-        ("final_layernorm.weight", "shared_head.norm.weight"),
-    )
+    **{f"{MTP}{name}.weight": SameTensor(f"{HF}{name}.weight") for name in ("enorm", "hnorm", "eh_proj")},
+    f"{MTP}final_layernorm.weight": SameTensor(f"{HF}shared_head.norm.weight"),
 }
 EXPERT_COUNTS = (
     "n_routed_experts",
@@ -94,14 +98,9 @@ def _check_groups(config: Config) -> None:
 
 
 def _mtp_layers(config: Config, default: int = 0) -> range:
-    """Return the numbers of the layers for multi-token prediction, which follow the model's layers.
-
-    Args:
-        default: their number where the config has none.
-    """
+    """Return the layers for multi-token prediction, after the model's; `default` many where the config says nothing."""
     first, count = config["num_hidden_layers"], config.get("num_nextn_predict_layers")
-    count = default if count is None else count
-    return range(first, first + count)
+    return range(first, first + (default if count is None else count))
 
 
 ATTENTION = f"{MEGATRON}self_attention."
