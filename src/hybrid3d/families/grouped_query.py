@@ -8,15 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hybrid3d.families.family import (
-    Experts,
-    Family,
-    GroupedQKV,
-    PaddedVocabulary,
-    RowMap,
-    SameTensor,
-    StackedTensors,
-)
+from hybrid3d.families.family import Experts, Family, GroupedQKV, PaddedVocabulary, RowMap, SameTensor, StackedTensors
 from hybrid3d.families.values import Config, UnsupportedModel, require_counts, require_values
 
 HF = "model.layers.{layer}."

@@ -118,17 +118,12 @@ LATENT_ATTENTION: dict[str, RowMap] = {
         for norm in (f"{x}_layernorm.weight", f"linear_{x}_up_proj.layer_norm_weight")
     },
 }
+LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 DEEPSEEK = TENSORS | LATENT_ATTENTION | EXPERT_TENSORS
 
 
 def _latents(config: Config) -> Latents:
-    return Latents(
-        config["q_lora_rank"] or 0,
-        config["kv_lora_rank"],
-        config["qk_nope_head_dim"],
-        config["qk_rope_head_dim"],
-        config["v_head_dim"],
-    )
+    return Latents(config["q_lora_rank"] or 0, *(config[key] for key in LATENT_SIZES))
 
 
 def _rotary(config: Config) -> dict[str, Any]:
@@ -155,7 +150,7 @@ def _v2_config(config: Config) -> dict[str, Any]:
     return {"qk_layernorm": True, **_rotary(config), **_router_settings(config), "moe_router_pre_softmax": True}
 
 
-COUNTS = (*EXPERT_COUNTS, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+COUNTS = (*EXPERT_COUNTS, *LATENT_SIZES)
 
 
 def _check_deepseek(config: Config, min_per_token: int) -> None:
