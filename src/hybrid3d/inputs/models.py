@@ -38,7 +38,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     """Read a checkpoint's `config.json`, and check its values and those of `generation_config.json`.
 
     Raises:
-        CheckpointError: it cannot be read, or some of its values cannot be used; names each.
+        CheckpointError: one of them cannot be read, or some of its values cannot be used; names each of the first.
         UnsupportedModel: it is of a family that is known and not supported; with what is missing.
     """
     path = Path(folder) / "config.json"
@@ -55,16 +55,12 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     if problems:
         lines = [f"{path} has values that cannot be used:", *(f"  {problem}" for problem in problems)]
         raise CheckpointError("\n".join(lines))
-    check_generation_config(folder, config["vocab_size"])
+    _check_generation_config(folder, config["vocab_size"])
     return config
 
 
-def check_generation_config(folder: str | Path, vocab_size: int) -> None:
-    """Check `generation_config.json` if it exists; vLLM reads the end tokens of answers from it.
-
-    Raises:
-        CheckpointError: it is no JSON object, transformers refuses it, or an end token is not in the vocabulary.
-    """
+def _check_generation_config(folder: str | Path, vocab_size: int) -> None:
+    """Check `generation_config.json` if it exists; vLLM reads the end tokens of answers from it."""
     path = Path(folder) / "generation_config.json"
     if not os.path.lexists(path):
         return
@@ -202,10 +198,7 @@ def read_tokenizer(recipe: Recipe) -> Any:
 def read_data(recipe: Recipe, config: Config, tokenizer: Any) -> tuple[PromptData, dict[str, PromptData]]:
     """Read the training prompts, and the held-out ones by the names of their files: `eval` is that of `data.eval`.
 
-    With `dpo` those of `data` are pairs.
-
-    Raises:
-        DataError: a file, a column or a row cannot be used.
+    With `dpo` those of `data` are pairs. DataError: a file, a column or a row cannot be used.
     """
     rollout, data = recipe.rollout, recipe.data
     longest = config["max_position_embeddings"]

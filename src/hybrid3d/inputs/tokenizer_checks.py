@@ -31,8 +31,6 @@ SECONDS = 10.0  # that rendering them may take
 MEMORY = 2**30  # bytes that the process may allocate
 CHARACTERS = 2**24  # that a template may return for one prompt
 
-Encode = Callable[[str], list[int]]
-
 
 def check_tokenizer_files(folder: Path, tokenizer: Any) -> None:
     """Check that the tokenizer that transformers made of a folder does what the folder's files say.
@@ -146,7 +144,7 @@ def _differing_texts(
             yield file, text, found, expected
 
 
-def _own_encode(folder: Path) -> tuple[str, Encode | None]:
+def _own_encode(folder: Path) -> tuple[str, Callable[[str], list[int]] | None]:
     """Return the file that says how texts are split, and its own way of doing so; None if it cannot be read here."""
     if (folder / "tokenizer.json").is_file():
         from tokenizers import Tokenizer
