@@ -209,7 +209,7 @@ UNSUPPORTED = {
 
 
 def refuse_unsupported(config: Config) -> None:
-    """Raise `UnsupportedModel` for a family in `UNSUPPORTED`, with what is missing and similar models that it has."""
+    """Raise `UnsupportedModel` for a family in `UNSUPPORTED`, with what is missing and what is supported instead."""
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     if not isinstance(name, str) or name not in UNSUPPORTED:

@@ -91,8 +91,8 @@ def _other_settings(lora: Lora, path: str) -> Iterator[str]:
         config = read_json_file(file)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from None
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        kind = config.get("peft_type") if isinstance(config, dict) else None
+    kind = config.get("peft_type") if isinstance(config, dict) else None
+    if kind != "LORA":
         yield f"lora.path={path}: its {ADAPTER_CONFIG} has peft_type {kind}: only LORA is supported"
         return
     for key, setting, value in (("r", "rank", lora.rank), ("lora_alpha", "alpha", lora.alpha)):

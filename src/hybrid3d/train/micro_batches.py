@@ -22,6 +22,7 @@ Tokens = TypeVar("Tokens", int, torch.Tensor)
 
 
 def rounded_up(tokens: Tokens, multiple: int) -> Tokens:
+    """Return numbers of tokens, rounded up to multiples."""
     return -(-tokens // multiple) * multiple
 
 
@@ -177,7 +178,7 @@ def micro_batches(
     train: Train,
     multiple: int,
     group: dist.ProcessGroup,
-    context: dist.ProcessGroup | None = None,
+    context: dist.ProcessGroup | None,
 ) -> list[MicroBatch]:
     """Divide a batch into micro batches by `train.micro_batch_size` or `train.max_tokens_per_micro_batch`.
 

@@ -17,7 +17,7 @@ class OffloadableMemory:
     """
 
     def __init__(self) -> None:
-        # By kind, the freed storages, each with its bytes and the copy of its contents
+        # By kind, the freed storages, each with its bytes and the copy of its contents if these are kept
         self._offloaded: dict[str, list[tuple[torch.UntypedStorage, int, torch.UntypedStorage | None]]] = {}
 
     def offload(self, kinds: Mapping[str, Callable[[], Iterable[torch.Tensor]]]) -> int:

@@ -147,12 +147,7 @@ def check(folder: Path, group: dist.ProcessGroup) -> None:
 
 
 def _check_version(folder: Path) -> None:
-    """Check the version of Megatron-Core that is installed reads what another may have written.
-
-    Raises:
-        UnusableCheckpoint: another version wrote it, and the manifest lacks a file that this one needs.
-        BrokenCheckpoint: this version wrote it, or an unknown one, and the manifest lacks that file.
-    """
+    """Check that the version of Megatron-Core that is installed reads what another may have written."""
     if not COMMON_FILE or COMMON_FILE in manifest.read_manifest(folder):
         return
     here, wrote = WRITTEN_BY["megatron-core"], manifest.read_versions(folder).get("megatron-core")

@@ -196,10 +196,8 @@ class MegatronModel:
             for bias, before in biases:
                 bias.copy_(before)
         lr = float(self.optimizer.param_groups[0]["lr"])
-        sums: dict[str, float] = {}
-        for report in reports:
-            for key, value in report.items():
-                sums[key] = sums.get(key, 0.0) + float(value)
+        keys = dict.fromkeys(key for report in reports for key in report)
+        sums = {key: sum(float(report[key]) for report in reports if key in report) for key in keys}
         return StepReport(sums, grad_norm, lr, updated)
 
     def _expert_biases(self) -> list[torch.Tensor]:

@@ -49,10 +49,8 @@ class MtpLayers:
     @contextmanager
     def in_step(self) -> Iterator[None]:
         """Have a copy of the embedding as it is now; every rank enters it for the micro batches of an update."""
-        starts, ends = (
-            is_end(ignore_virtual=True)
-            for is_end in (parallel_state.is_pipeline_first_stage, parallel_state.is_pipeline_last_stage)
-        )
+        starts = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+        ends = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         if starts:
             self._embedding = self._first.embedding.word_embeddings.weight.detach()
         elif ends:

@@ -115,7 +115,8 @@ def _holdings_by_layer(
     for ranks in _equal_ranks(layout)[: 1 if first_only else None]:
         first = _query_first_stage(config, layout, ranks[0], dtype, max(kinds) + 1, of_adapters or holdings_of)
         # Outside of layers only TP shards, and Megatron numbers TP ranks consecutively.
-        last = query_last_stage(ranks[0] % layout.tp) if of_adapters is None else _End([], {}, [])
+        has_last = layout.pp > 1 and of_adapters is None
+        last = query_last_stage(ranks[0] % layout.tp) if has_last else _End([], {}, [])
         for stage, chunks in enumerate(stages):
             pieces: list[Piece] = []
             for chunk, layers in enumerate(chunks):
@@ -143,14 +144,11 @@ def _equal_ranks(layout: Train) -> list[list[int]]:
     order = "tp-cp-ep-dp-pp"  # the default of `initialize_model_parallel`
     experts = RankGenerator(layout.etp, layout.ep, size // (layout.etp * layout.ep), 1, 1, order)
     dense = RankGenerator(layout.tp, 1, layout.dp, 1, layout.cp, order)
-    place: dict[int, list[int]] = defaultdict(list)
-    for groups in (dense.get_ranks("tp"), experts.get_ranks("tp"), experts.get_ranks("ep")):
-        for group in groups:
-            for i, rank in enumerate(group):
-                place[rank].append(i)
+    axes = dense.get_ranks("tp"), experts.get_ranks("tp"), experts.get_ranks("ep")
+    places = [{rank: i for group in groups for i, rank in enumerate(group)} for groups in axes]
     by_place: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for rank in range(size):
-        by_place[tuple(place[rank])].append(rank)
+        by_place[tuple(place[rank] for place in places)].append(rank)
     return list(by_place.values())
 
 
@@ -202,9 +200,7 @@ def _query_first_stage(
 
 
 def _query_last_stage(config: Config, layout: Train, rank: int, dtype: torch.dtype, layers: int) -> _End:
-    """Return the pieces of the `rank`-th rank of a last stage that follows `layers` layers; none at PP1."""
-    if layout.pp == 1:
-        return _End([], {}, [])
+    """Return the pieces of the `rank`-th rank of a last stage that follows `layers` layers."""
     plain = replace(layout, pp=2, vpp=1, first_stage_layers=layers, last_stage_layers=None)
     there = rank + _stage_ranks(layout)
     return _End.of(holdings_of({**config, "num_hidden_layers": layers + 1}, plain, there, dtype))

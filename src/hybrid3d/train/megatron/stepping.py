@@ -30,7 +30,7 @@ BUCKETS = 8  # approximate number: each bucket has at least 1/8 of a rank's para
 
 
 def in_buckets(modules: Sequence[torch.nn.Module], **settings: Any) -> list[DistributedDataParallel]:
-    """Wrap modules in Megatron's DDP with these settings, and buckets on every stage; it has them on the first only."""
+    """Wrap modules in Megatron's DDP with these settings; every stage has buckets, and not the first one alone."""
     parameters = sum(p.numel() for module in modules for p in module.parameters() if p.requires_grad)
     config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=-(-parameters // BUCKETS), **settings)
     groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -53,8 +53,8 @@ class BucketedOptimizer:
         optimizer: ChainedOptimizer,
         modules: Sequence[DistributedDataParallel],
         tensors: Mapping[str, torch.Tensor],
-        tracks: bool = False,
-        separately_clipped: Collection[torch.nn.Parameter] | None = None,
+        tracks: bool,
+        separately_clipped: Collection[torch.nn.Parameter] | None,
     ):
         """
         Args:
@@ -67,8 +67,9 @@ class BucketedOptimizer:
         self.changes = ChangeTracker(modules if tracks else (), tensors)
         self._stepped = [one for one in optimizer.chained_optimizers if not one.is_stub_optimizer]
         owner = {id(b): one for one in self._stepped for buffer in one.buffers for b in buffer.buckets}
-        apart = separately_clipped
-        self._clipping = None if apart is None else SeparateClipping(optimizer, self._stepped, apart)
+        self._clipping = None
+        if separately_clipped is not None:
+            self._clipping = SeparateClipping(optimizer, self._stepped, separately_clipped)
         self._buckets: list[tuple[Any, Any, set[torch.nn.Parameter]]] = []
         for module in modules:
             for group in _first_layers_first(module.bucket_groups, module.expert_parallel_bucket_groups):
@@ -82,7 +83,7 @@ class BucketedOptimizer:
         return len(self._buckets)
 
     def step(self, hook: BucketHook, accepts_grad_norm: Callable[[float], bool]) -> tuple[bool, float]:
-        """Step bucket by bucket if the gradient's norm is accepted; return whether that was so, and the norm."""
+        """Step and call the hook bucket by bucket if the norm is accepted; return whether it is, and the norm."""
         norms: list[float] = []
 
         def get_grad_norm() -> float:
