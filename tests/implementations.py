@@ -21,8 +21,7 @@ from hybrid3d.sync import Sync, WeightSync
 from hybrid3d.sync.compose import ChainedSync
 from hybrid3d.train.megatron.policy import Policy
 from hybrid3d.train.megatron.value_model import ValueModel
-from hybrid3d.train.model_scorer import ModelScorer
-from hybrid3d.train.trained_model import PolicyModel, ScoringModel, TrainedModel
+from hybrid3d.train.trained_model import ModelScorer, PolicyModel, ScoringModel, TrainedModel
 from hybrid3d.trainer.local_generator import LocalGenerator
 from hybrid3d.trainer.remote_generator import RemoteGenerator
 from hybrid3d.trainer.trainer import Generator

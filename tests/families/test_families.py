@@ -14,7 +14,7 @@ from hybrid3d.families import FAMILIES, Family, UnsupportedModel, family_of, hea
 from hybrid3d.families.family import GroupedQKV, PaddedVocabulary, RowRange, StackedTensors
 from hybrid3d.families.rope import Rope, rope_of
 from hybrid3d.families.shared_experts import COUNTS, EXPERT_COUNTS
-from hybrid3d.families.unsupported import UNSUPPORTED
+from hybrid3d.families.values import UNSUPPORTED
 from hybrid3d.inputs.models import read_config
 
 DENSE = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")

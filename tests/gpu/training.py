@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import resource
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -25,9 +26,9 @@ from gpu.record import Record
 from hybrid3d.certify.tiny_models import write_checkpoint
 from hybrid3d.config import Recipe
 from hybrid3d.families import Config
-from hybrid3d.reshard.move.device import synchronize
+from hybrid3d.reshard.move.device import ON_CUDA, synchronize
 from hybrid3d.rl.objective import sft_loss
-from hybrid3d.train.megatron.runtime import USE_TE, in_use, peak_memory
+from hybrid3d.train.megatron.runtime import USE_TE, in_use
 
 NUMBERS = Path(__file__).with_name("training_numbers.json")
 FAMILIES = ("dense", "experts", "latent")
@@ -54,7 +55,14 @@ def training(record: Record, device: str, family: str) -> None:
                 limits,
                 f"{dtype}, {variant}",
             )
-    record(peak_bytes=peak_memory())
+    record(peak_bytes=_peak_memory())
+
+
+def _peak_memory() -> int:
+    """Return the peak in bytes of torch's reserved GPU memory or, without a GPU, of the process's memory."""
+    if ON_CUDA:
+        return torch.cuda.max_memory_reserved()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def with_transformer_engine(record: Record, device: str) -> None:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hybrid3d.config import load_recipe
 from hybrid3d.inputs.export import copy_config_and_tokenizer
 from hybrid3d.inputs.models import read_config, read_tokenizer
-from hybrid3d.inputs.tokenizer_files import check_tokenizer_files, tokenizer_assumptions
+from hybrid3d.inputs.tokenizer_checks import check_tokenizer_files, tokenizer_assumptions
 from hybrid3d.reshard.file_index import INDEX_FILE, SINGLE_FILE, CheckpointError, read_index
 from run_ranks import ROOT
 

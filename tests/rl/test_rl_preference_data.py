@@ -14,8 +14,8 @@ import pytest
 
 from commands import ROOT
 from hybrid3d.config import Recipe, load_recipe
-from hybrid3d.inputs.chat_template import check_chat_template
 from hybrid3d.inputs.models import read_config, read_data, read_tokenizer
+from hybrid3d.inputs.tokenizer_checks import check_chat_template
 from hybrid3d.launch.preflight import check_data_references
 from hybrid3d.rl.data import Example, PromptData
 from hybrid3d.rl.data_files import DataError

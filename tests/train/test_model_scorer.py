@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hybrid3d.config import Recipe, load_recipe
 from hybrid3d.rl.batch import Batch
 from hybrid3d.scoring.scorer import Query
-from hybrid3d.train.model_scorer import ModelScorer
+from hybrid3d.train.trained_model import ModelScorer
 from run_ranks import ROOT
 
 pytestmark = pytest.mark.engines

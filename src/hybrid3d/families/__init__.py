@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hybrid3d.families.dense import LLAMA, QWEN2, QWEN3
 from hybrid3d.families.family import (
+    EXPERT,
     PEFT_PREFIX,
     VALUE_HEAD,
     Experts,
@@ -13,15 +13,15 @@ from hybrid3d.families.family import (
     can_be_adapted,
     head_dim,
     is_adapted,
+    is_expert,
     is_quantized,
     module_of,
     query_groups,
     with_value_head,
 )
-from hybrid3d.families.moe import EXPERT, MIXTRAL, QWEN3_MOE, is_expert
+from hybrid3d.families.grouped_query import LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE
 from hybrid3d.families.shared_experts import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE
-from hybrid3d.families.unsupported import refuse_unsupported
-from hybrid3d.families.values import Config, UnsupportedModel
+from hybrid3d.families.values import Config, UnsupportedModel, refuse_unsupported
 
 FAMILIES = {
     family.architecture: family

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from hybrid3d.families.rope import Rope, require_even_rotation, rope_of
-from hybrid3d.families.values import Config
+from hybrid3d.families.rope import Rope, rope_of
+from hybrid3d.families.values import Config, UnsupportedModel
 
 T = TypeVar("T")
 
@@ -40,7 +40,6 @@ class RowMap(Protocol):
 
     def row_ranges(self, rows: int, config: Config) -> list[RowRange]:
         """Return ranges in ascending order that cover a Megatron tensor of `rows` rows without gaps."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -93,6 +92,15 @@ class GroupedQKV:
                 row_ranges.append(RowRange(start, num_rows, name, group * num_rows))
                 start += num_rows
         return row_ranges
+
+
+# Matches the number of a routed expert in the name of a canonical tensor.
+EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+
+
+def is_expert(name: str) -> bool:
+    """Return whether a canonical tensor belongs to a routed expert."""
+    return EXPERT.search(name) is not None
 
 
 QUANTIZED = re.compile(
@@ -189,8 +197,12 @@ class Family:
     def rope(self, config: Config) -> Rope:
         """Return the rotary settings of a model of this family; raise UnsupportedModel if it does not support them."""
         rope = rope_of(config, self.rope_scaling, self.rope_theta, self.rotary_fraction)
-        if rope.fraction != 1.0:
-            require_even_rotation(head_dim(config), rope.fraction)
+        dims = head_dim(config)
+        if rope.fraction != 1.0 and dims * rope.fraction % 2:  # each rotated dim with another
+            raise UnsupportedModel(
+                f"partial_rotary_factor={rope.fraction} of head_dim={dims} rotates {dims * rope.fraction:g} dims: "
+                "expected an even number"
+            )
         return rope
 
     def representative_layers(self, config: Config) -> tuple[int, ...]:

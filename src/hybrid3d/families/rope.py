@@ -32,8 +32,7 @@ class Rope:
 
     Attributes:
         theta: the base.
-        llama3: constants of Llama 3's scaling; None if the model does not use it.
-        yarn: constants of YaRN scaling; None if the model does not use it.
+        llama3, yarn: constants of Llama 3's or of YaRN scaling; None if the model does not use it.
         fraction: the part of each head's dims, from the first on, that is rotated.
     """
 
@@ -131,15 +130,6 @@ def _fraction(config: Config, key: str, table: Mapping[str, Any], default: float
     if not is_finite_number(fraction) or not 0 < fraction <= 1:
         raise UnsupportedModel(f"partial_rotary_factor={abbreviate(fraction)}: expected a number above 0, at most 1")
     return float(fraction)
-
-
-def require_even_rotation(dims: int, fraction: float) -> None:
-    """Check that an even number of a head's dims is rotated: each with another. Raises UnsupportedModel otherwise."""
-    rotated = dims * fraction
-    if rotated % 2:
-        raise UnsupportedModel(
-            f"partial_rotary_factor={fraction} of head_dim={dims} rotates {rotated:g} dims: expected an even number"
-        )
 
 
 def _rope_type(key: str, table: Mapping[str, Any]) -> str:

@@ -8,9 +8,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybrid3d.families.dense import HF, MEGATRON, MTP, QK_NORM, QKV_BIAS, TENSORS, check_decoder
 from hybrid3d.families.family import Experts, Family, Latents, RowMap, SameTensor, StackedTensors
-from hybrid3d.families.moe import check_experts, expert_tensors
+from hybrid3d.families.grouped_query import (
+    HF,
+    MEGATRON,
+    MTP,
+    QK_NORM,
+    QKV_BIAS,
+    TENSORS,
+    check_decoder,
+    check_experts,
+    expert_tensors,
+)
 from hybrid3d.families.rope import rope_of
 from hybrid3d.families.values import Config, UnsupportedModel, require_counts, require_values
 
@@ -26,13 +35,8 @@ ROUTER_BIAS: dict[str, RowMap] = {
 }
 # Of a layer for multi-token prediction, around a decoder layer (arXiv 2412.19437, section 2.2)
 MTP_TENSORS: dict[str, RowMap] = {
-    f"{MTP}{ours}": SameTensor(f"{HF}{name}")
-    for ours, name in (
-        ("enorm.weight", "enorm.weight"),
-        ("hnorm.weight", "hnorm.weight"),
-        ("eh_proj.weight", "eh_proj.weight"),
-        ("final_layernorm.weight", "shared_head.norm.weight"),
-    )
+    **{f"{MTP}{name}.weight": SameTensor(f"{HF}{name}.weight") for name in ("enorm", "hnorm", "eh_proj")},
+    f"{MTP}final_layernorm.weight": SameTensor(f"{HF}shared_head.norm.weight"),
 }
 EXPERT_COUNTS = (
     "n_routed_experts",
@@ -94,14 +98,9 @@ def _check_groups(config: Config) -> None:
 
 
 def _mtp_layers(config: Config, default: int = 0) -> range:
-    """Return the numbers of the layers for multi-token prediction, which follow the model's layers.
-
-    Args:
-        default: their number where the config has none.
-    """
+    """Return the layers for multi-token prediction, after the model's; `default` many where the config says nothing."""
     first, count = config["num_hidden_layers"], config.get("num_nextn_predict_layers")
-    count = default if count is None else count
-    return range(first, first + count)
+    return range(first, first + (default if count is None else count))
 
 
 ATTENTION = f"{MEGATRON}self_attention."
@@ -119,17 +118,12 @@ LATENT_ATTENTION: dict[str, RowMap] = {
         for norm in (f"{x}_layernorm.weight", f"linear_{x}_up_proj.layer_norm_weight")
     },
 }
+LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 DEEPSEEK = TENSORS | LATENT_ATTENTION | EXPERT_TENSORS
 
 
 def _latents(config: Config) -> Latents:
-    return Latents(
-        config["q_lora_rank"] or 0,
-        config["kv_lora_rank"],
-        config["qk_nope_head_dim"],
-        config["qk_rope_head_dim"],
-        config["v_head_dim"],
-    )
+    return Latents(config["q_lora_rank"] or 0, *(config[key] for key in LATENT_SIZES))
 
 
 def _rotary(config: Config) -> dict[str, Any]:
@@ -156,7 +150,7 @@ def _v2_config(config: Config) -> dict[str, Any]:
     return {"qk_layernorm": True, **_rotary(config), **_router_settings(config), "moe_router_pre_softmax": True}
 
 
-COUNTS = (*EXPERT_COUNTS, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+COUNTS = (*EXPERT_COUNTS, *LATENT_SIZES)
 
 
 def _check_deepseek(config: Config, min_per_token: int) -> None:

@@ -1,9 +1,13 @@
-"""Checks of the values in a checkpoint's `config.json`: types and bounds that hold for all families."""
+"""Checks of a checkpoint's `config.json` that hold for all families: families that are known and not supported, values.
+
+For a family that is not supported a table has what is missing in which engine, and here.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from hybrid3d.errors import UserMistake
@@ -108,18 +112,13 @@ def _expected(key: str, value: Any, config: Config) -> str | None:
 
 
 def _expected_number(key: str, value: Any) -> str | None:
-    descriptions = {
-        "rms_norm_eps": "a float above 0 and below 1, such as 1e-06",
-        "attention_dropout": "a number from 0 to 1",
-    }
-    valid = is_finite_number(value)
-    if valid and key == "rms_norm_eps":
-        valid = isinstance(value, float) and 0 < value < 1
-    elif valid and key == "attention_dropout":
-        valid = 0 <= value <= 1
-    elif valid:
-        valid = 0 < value < 1e30
-    return None if valid else descriptions.get(key, "a number above 0")
+    if key == "rms_norm_eps":
+        valid, expected = isinstance(value, float) and 0 < value < 1, "a float above 0 and below 1, such as 1e-06"
+    elif key == "attention_dropout":
+        valid, expected = is_finite_number(value) and 0 <= value <= 1, "a number from 0 to 1"
+    else:
+        valid, expected = is_finite_number(value) and 0 < value < 1e30, "a number above 0"
+    return None if valid else expected
 
 
 def _expected_layers(key: str, value: Any, config: Config) -> str | None:
@@ -148,21 +147,16 @@ def _expected_token(key: str, value: Any, config: Config) -> str | None:
 
 
 def require_values(config: Config, **supported: Any) -> None:
-    """Check that each of these keys is missing or has the one value that a family supports.
-
-    Raises:
-        UnsupportedModel: with the first key that differs, its value and the supported one.
-    """
+    """Raise `UnsupportedModel` for the first of these keys that has another value than the one given."""
     for key, value in supported.items():
         if config.get(key, value) != value:
             raise UnsupportedModel(f"{key}={config[key]!r}: only {value!r} is supported")
 
 
 def require_counts(config: Config, *keys: str, minimum: int = 1) -> None:
-    """Check that a config has these counts: the libraries have different defaults for missing ones.
+    """Raise `UnsupportedModel` with every key that is missing, no integer or below `minimum`.
 
-    Raises:
-        UnsupportedModel: with every key that is missing, no integer or below `minimum`.
+    The libraries have different defaults for missing ones.
     """
     invalid = [
         f"{key}: {repr(config[key]) if key in config else 'missing'}"
@@ -171,3 +165,55 @@ def require_counts(config: Config, *keys: str, minimum: int = 1) -> None:
     ]
     if invalid:
         raise UnsupportedModel(f"config.json requires integers of at least {minimum} for {', '.join(invalid)}")
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """What is missing for a family, by Megatron-Core, vLLM or hybrid3d, and supported models of similar sizes."""
+
+    family: str
+    missing: dict[str, str]
+    instead: str
+
+
+_TABLE = (
+    "a table of projections that mix rows of queries, keys, values and gates; layers that differ in their attention"
+)
+_LINEAR_ATTENTION = {
+    "Megatron-Core 0.16.1": "linear attention (GatedDeltaNet) without CUDA and the package flash-linear-attention, and "
+    "with packed sequences (train.packed) or context parallelism (train.cp)",
+    "vLLM 0.32.0": "prefix caching of linear attention without chunked prefill, which is off on CPUs",
+    "hybrid3d": _TABLE,
+}
+_NESTED = {"hybrid3d": f"{_TABLE}; configs with the language model in text_config"}
+_QWEN3 = "Qwen3 and Qwen3-MoE (Qwen3ForCausalLM, Qwen3MoeForCausalLM)"
+
+UNSUPPORTED = {
+    "Qwen3NextForCausalLM": Unsupported("Qwen3-Next", _LINEAR_ATTENTION, _QWEN3),
+    "Qwen3_5ForCausalLM": Unsupported("Qwen3.5", _LINEAR_ATTENTION, _QWEN3),
+    "Qwen3_5MoeForCausalLM": Unsupported("Qwen3.5", _LINEAR_ATTENTION, _QWEN3),
+    "Qwen3_5ForConditionalGeneration": Unsupported("Qwen3.5", _LINEAR_ATTENTION | _NESTED, _QWEN3),
+    "Qwen3_5MoeForConditionalGeneration": Unsupported("Qwen3.5", _LINEAR_ATTENTION | _NESTED, _QWEN3),
+    "GptOssForCausalLM": Unsupported(
+        "gpt-oss",
+        {
+            "Megatron-Core 0.16.1": "attention with sinks (softmax_type=learnable) without CUDA",
+            "hybrid3d": "attention with sinks and a sliding window on CPUs; tables of experts that are stored "
+            "transposed, with gate and up in alternating columns; a record of vLLM's loader, which copies them "
+            "transposed; reading MXFP4",
+        },
+        "GLM-4.5-Air and Qwen3-30B-A3B (Glm4MoeForCausalLM, Qwen3MoeForCausalLM)",
+    ),
+}
+"""By architecture, as in a checkpoint's `config.json`."""
+
+
+def refuse_unsupported(config: Config) -> None:
+    """Raise `UnsupportedModel` for a family in `UNSUPPORTED`, with what is missing and what is supported instead."""
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    if not isinstance(name, str) or name not in UNSUPPORTED:
+        return
+    found = UNSUPPORTED[name]
+    missing = "; ".join(f"in {where}: {what}" for where, what in found.missing.items())
+    raise UnsupportedModel(f"{found.family} ({name}) is not supported. Missing {missing}. Supported: {found.instead}")

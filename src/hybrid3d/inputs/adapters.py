@@ -7,15 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid3d.config import Lora, Recipe, RecipeError
-from hybrid3d.families import (
-    EXPERT,
-    Config,
-    adapter_names,
-    can_be_adapted,
-    family_of,
-    is_adapted,
-    module_of,
-)
+from hybrid3d.families import Config, adapter_names, can_be_adapted, family_of, is_adapted, is_expert, module_of
 from hybrid3d.inputs.models import read_config
 from hybrid3d.reshard.file_index import ADAPTER_FILE, CheckpointError, read_shapes
 from hybrid3d.reshard.plan.layout import Shape
@@ -34,11 +26,7 @@ def model_shapes(path: str, config: Config) -> dict[str, Shape]:
 
 
 def adapted_shapes(lora: Lora, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Return the shape of each matrix of a model's adapters, by its name in PEFT's files.
-
-    Args:
-        shapes: of the tensors of the model's checkpoint.
-    """
+    """Return the shape of each matrix of a model's adapters, by its name in PEFT's files; `shapes`: the model's."""
     found: dict[str, Shape] = {}
     for name, shape in shapes.items():
         if is_adapted(name, len(shape), lora.target_modules):
@@ -48,18 +36,16 @@ def adapted_shapes(lora: Lora, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
 
 
 def check_adapters(recipe: Recipe) -> None:
-    """Check that the recipe's adapters are of layers that the model has, and the files that they begin with.
+    """Check the recipe's adapters as `check_adapted_layers` does, and the files that they begin with.
 
     Raises:
-        RecipeError: a layer is not there, or adapters of it cannot be synced as `lora.sync` says; or the files have
-            adapters of another rank or scale.
+        RecipeError: the files have adapters of another rank, scale or kind.
         CheckpointError: the files cannot be read, or have other matrices.
     """
-    lora = recipe.lora
-    assert lora is not None, "called where the recipe has adapters"
     shapes = model_shapes(recipe.model.path, read_config(recipe.model.path))
     check_adapted_layers(recipe, shapes)
-    if lora.path is not None:
+    lora = recipe.lora
+    if lora is not None and lora.path is not None:
         problems = [*_other_settings(lora, lora.path)]
         if problems:
             raise RecipeError(recipe.name, problems)
@@ -67,13 +53,10 @@ def check_adapters(recipe: Recipe) -> None:
 
 
 def check_adapted_layers(recipe: Recipe, shapes: Mapping[str, Shape]) -> None:
-    """Check that the recipe's adapters are of layers that the model has, and can be synced as `lora.sync` says.
-
-    Args:
-        shapes: of the tensors of the model's checkpoint.
+    """Check that a model with these tensors has the layers of the recipe's adapters.
 
     Raises:
-        RecipeError: a layer is not there, or adapters of it cannot be synced.
+        RecipeError: a layer is not there, or adapters of it cannot be synced as `lora.sync` says.
     """
     assert recipe.lora is not None, "called where the recipe has adapters"
     problems = [*_problems(recipe.lora, shapes, recipe.syncs_adapters and recipe.rollout is not None)]
@@ -91,7 +74,7 @@ def _problems(lora: Lora, shapes: Mapping[str, Shape], needs_slots: bool) -> Ite
         yield f"lora.target_modules: names no layer: this model has {', '.join(layers)}"
     if not needs_slots:
         return
-    without_slots = sorted({module_of(n) for n in adapted if EXPERT.search(n) or module_of(n) == "kv_b_proj"})
+    without_slots = sorted({module_of(n) for n in adapted if is_expert(n) or module_of(n) == "kv_b_proj"})
     if without_slots:
         others = sorted(set(layers) - set(without_slots))
         yield (
@@ -108,8 +91,8 @@ def _other_settings(lora: Lora, path: str) -> Iterator[str]:
         config = read_json_file(file)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from None
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        kind = config.get("peft_type") if isinstance(config, dict) else None
+    kind = config.get("peft_type") if isinstance(config, dict) else None
+    if kind != "LORA":
         yield f"lora.path={path}: its {ADAPTER_CONFIG} has peft_type {kind}: only LORA is supported"
         return
     for key, setting, value in (("r", "rank", lora.rank), ("lora_alpha", "alpha", lora.alpha)):
@@ -140,13 +123,8 @@ def _check_matrices(path: str, wanted: Mapping[str, Shape]) -> None:
 
 
 def adapter_config(lora: Lora, base: str, names: Mapping[str, Any]) -> dict[str, Any]:
-    """Return PEFT's config of adapters.
-
-    Args:
-        base: path of the model that they belong to.
-        names: the names of their matrices.
-    """
-    modules = {name.rsplit(".lora_", 1)[0].rsplit(".", 1)[-1] for name in names}
+    """Return PEFT's config of adapters with matrices of these names; `base` is the path of their model."""
+    modules = {module_of(name.rsplit(".lora_", 1)[0]) for name in names}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -18,8 +18,7 @@ from hybrid3d.inputs.models import check_against_transformers, read_config
 def check_model(recipe: Recipe, planned: bool = False) -> dict[str, Any]:
     """Check that the model is of a supported family and fits the recipe's layouts; returns its config.
 
-    Args:
-        planned: whether the recipe is only planned, so that this machine's device does not matter.
+    Where the recipe is only `planned`, this machine's device does not matter.
 
     Raises:
         CheckpointError, UnsupportedModel, RecipeError: with all problems found.

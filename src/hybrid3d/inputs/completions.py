@@ -25,32 +25,24 @@ class EndpointError(UserMistake):
 
 
 class Completions:
-    """A server of one model.
+    """A server of one model, which messages call by the name of its `setting`.
 
-    The variable `TEACHER_API_KEY`, if it is set, is sent as the bearer token.
+    The variable `TEACHER_API_KEY`, if it is set, is sent as the bearer token. Methods raise `EndpointError` if the
+    server does not answer as it should.
     """
 
     def __init__(self, url: str, setting: str):
-        """Remember where the server is; `setting` names it in messages."""
         self.url, self._setting = url.rstrip("/"), setting
 
     def model(self) -> str:
-        """Return the name of the server's model.
-
-        Raises:
-            EndpointError: it has none or several, or does not answer.
-        """
+        """Return the name of the server's model; EndpointError if it has none or several."""
         names = self._read(self._send("/models", None), lambda found: [str(one["id"]) for one in found["data"]])
         if len(names) != 1:
             raise self._error(f"serves {len(names)} models ({', '.join(names)}), expected one: serve the teacher alone")
         return str(names[0])
 
     def logprobs(self, model: str, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return the log-probability of each token of each sequence given those before it; the first one's is 0.
-
-        Raises:
-            EndpointError: the server does not answer as it should.
-        """
+        """Return the log-probability of each token of each sequence given those before it; the first one's is 0."""
         request = {
             "model": model,
             "prompt": [list(sequence) for sequence in sequences],
@@ -106,10 +98,6 @@ class Completions:
 
 
 def check_server(url: str, setting: str, vocab_size: int) -> None:
-    """Check that a server answers, has one model, and reads all tokens of a vocabulary.
-
-    Raises:
-        EndpointError: it does not.
-    """
+    """Raise `EndpointError` unless a server answers, has one model, and reads all tokens of a vocabulary."""
     server = Completions(url, setting)
     server.logprobs(server.model(), [[0, vocab_size - 1]])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import math
 import os
@@ -22,14 +21,11 @@ from hybrid3d.storage.disk import free_bytes, free_inodes
 
 UNFINISHED = "HYBRID3D_UNFINISHED_EXPORT"  # environment variable: the folder in which ranks write
 
-# Buffers that published checkpoints may contain, and that models compute from the config.
-COMPUTED_TENSORS = ("*.rotary_emb.inv_freq",)
-
 
 def is_redundant(name: str, config: Config) -> bool:
     """Return whether a checkpoint tensor is redundant: computed from the config, or the copy of a tied weight."""
     tied_copy = name == "lm_head.weight" and bool(config.get("tie_word_embeddings"))
-    return tied_copy or any(fnmatch.fnmatch(name, pattern) for pattern in COMPUTED_TENSORS)
+    return tied_copy or name.endswith(".rotary_emb.inv_freq")  # a buffer that published checkpoints may contain
 
 
 def export_entries(source: str | Path, config: Config) -> dict[str, TensorEntry]:
@@ -83,8 +79,7 @@ def check_output_folder(out: Path, source: str | Path, config: Config) -> None:
 def unfinished_folder(out: Path) -> Iterator[Path]:
     """Create a folder next to `out` for writing, which the caller renames to `out`; it is removed if it still exists.
 
-    Raises:
-        RecipeError: it cannot be created.
+    RecipeError: it cannot be created.
     """
     try:
         target = Path(os.path.realpath(out))

@@ -6,6 +6,7 @@ import fnmatch
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from hybrid3d.config import Recipe
 from hybrid3d.reshard.file_index import ADAPTER_FILE, INDEX_FILE, SINGLE_FILE, CheckpointError, read_index
@@ -42,11 +43,16 @@ def files_to_copy(source: str | Path) -> Iterator[Path]:
 
 def _has_code(source: Path) -> bool:
     """Return whether a config names classes in files of the checkpoint."""
-    configs = []
-    for name in ("config.json", "tokenizer_config.json"):
-        with suppress(UnreadableFile):
-            configs.append(read_json_file(source / name))
-    return any(isinstance(config, dict) and "auto_map" in config for config in configs)
+    return any("auto_map" in read_object(source / name) for name in ("config.json", "tokenizer_config.json"))
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, empty without one; other checks report a file that is damaged."""
+    with suppress(UnreadableFile):
+        content = read_json_file(path)
+        if isinstance(content, dict):
+            return content
+    return {}
 
 
 def input_files(recipe: Recipe) -> dict[str, Path]:

@@ -14,7 +14,7 @@ from hybrid3d.config import Recipe
 from hybrid3d.families import Config, Family, head_dim, query_groups, refuse_unsupported
 from hybrid3d.families.values import abbreviate, config_problems
 from hybrid3d.inputs.files import TOKENIZER_FILES
-from hybrid3d.inputs.tokenizer_files import check_tokenizer_files, read_end_tokens
+from hybrid3d.inputs.tokenizer_checks import check_tokenizer_files, read_end_tokens
 from hybrid3d.reshard.file_index import INDEX_FILE, SINGLE_FILE, CheckpointError
 from hybrid3d.rl.data import PromptData
 from hybrid3d.rl.data_files import DataError
@@ -38,7 +38,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     """Read a checkpoint's `config.json`, and check its values and those of `generation_config.json`.
 
     Raises:
-        CheckpointError: it cannot be read, or some of its values cannot be used; names each.
+        CheckpointError: one of them cannot be read, or some of its values cannot be used; names each of the first.
         UnsupportedModel: it is of a family that is known and not supported; with what is missing.
     """
     path = Path(folder) / "config.json"
@@ -55,16 +55,12 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     if problems:
         lines = [f"{path} has values that cannot be used:", *(f"  {problem}" for problem in problems)]
         raise CheckpointError("\n".join(lines))
-    check_generation_config(folder, config["vocab_size"])
+    _check_generation_config(folder, config["vocab_size"])
     return config
 
 
-def check_generation_config(folder: str | Path, vocab_size: int) -> None:
-    """Check `generation_config.json` if it exists; vLLM reads the end tokens of answers from it.
-
-    Raises:
-        CheckpointError: it is no JSON object, transformers refuses it, or an end token is not in the vocabulary.
-    """
+def _check_generation_config(folder: str | Path, vocab_size: int) -> None:
+    """Check `generation_config.json` if it exists; vLLM reads the end tokens of answers from it."""
     path = Path(folder) / "generation_config.json"
     if not os.path.lexists(path):
         return
@@ -145,21 +141,14 @@ def _compared_values(config: Config, family: Family, hf_config: Any) -> Iterator
 
 def _read_object(path: Path) -> dict[str, Any]:
     """Read an object from a JSON file. CheckpointError: not readable, not JSON, or no object."""
-    _check_regular(path)
     try:
+        check_regular_file(path)
         value = read_json_file(path)
     except UnreadableFile as error:
         raise CheckpointError(str(error)) from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds no JSON object")
     return value
-
-
-def _check_regular(path: Path) -> None:
-    try:
-        check_regular_file(path)
-    except UnreadableFile as error:
-        raise CheckpointError(str(error)) from None
 
 
 def _first_line(error: BaseException) -> str:
@@ -178,12 +167,15 @@ def read_tokenizer(recipe: Recipe) -> Any:
         own_code = "; tiktoken.model is there, whose reader is code of the checkpoint, which is not run: convert it"
         hint = own_code if (folder / "tiktoken.model").exists() else ""
         raise CheckpointError(f"{folder} has no tokenizer: none of {', '.join(TOKENIZERS)} is there{hint}")
-    for name in TOKENIZER_FILES:
-        if os.path.lexists(folder / name):
-            if name.endswith(".json"):
-                _read_object(folder / name)
-            else:
-                _check_regular(folder / name)
+    for file in (folder / name for name in TOKENIZER_FILES):
+        if os.path.lexists(file):
+            if file.suffix == ".json":
+                _read_object(file)
+                continue
+            try:
+                check_regular_file(file)
+            except UnreadableFile as error:
+                raise CheckpointError(str(error)) from None
     from transformers import AutoTokenizer
 
     try:
@@ -206,10 +198,7 @@ def read_tokenizer(recipe: Recipe) -> Any:
 def read_data(recipe: Recipe, config: Config, tokenizer: Any) -> tuple[PromptData, dict[str, PromptData]]:
     """Read the training prompts, and the held-out ones by the names of their files: `eval` is that of `data.eval`.
 
-    With `dpo` those of `data` are pairs.
-
-    Raises:
-        DataError: a file, a column or a row cannot be used.
+    With `dpo` those of `data` are pairs. DataError: a file, a column or a row cannot be used.
     """
     rollout, data = recipe.rollout, recipe.data
     longest = config["max_position_embeddings"]
@@ -233,12 +222,15 @@ def read_data(recipe: Recipe, config: Config, tokenizer: Any) -> tuple[PromptDat
         of_train = how | dict(max_tokens=longest)
     train, held_out = PromptData.read(data.train, **of_train), {"eval": PromptData.read(data.eval, **of_data)}
     held_out |= {name: PromptData.read(path, **how) for name, path in recipe.evaluation.data.items()}
-    _check_special_tokens(recipe, config, tokenizer)
+    for name in ("eos_token", "pad_token"):
+        where = f"{recipe.model.path}: {name} of the tokenizer"
+        _check_tokens(where, (getattr(tokenizer, f"{name}_id"),), config, tokenizer)
     for prompts in (train, *held_out.values()):
         for example in prompts.examples:
-            _check_tokens(f"{prompts.path}: row {example.row} (from 0)", example.prompt_ids, config, tokenizer)
+            where = f"{prompts.path}: row {example.row} (from 0)"
+            _check_tokens(where, example.prompt_ids, config, tokenizer)
             for tokens in example.trained:
-                _check_trained(f"{prompts.path}: row {example.row} (from 0)", tokens, recipe, config, tokenizer)
+                _check_trained(where, tokens, recipe, config, tokenizer)
     return train, held_out
 
 
@@ -251,12 +243,6 @@ def _check_trained(where: str, tokens: Sequence[int], recipe: Recipe, config: Co
             f"{where}: prompt, answer and EOS are {len(tokens)} tokens, for which "
             f"train.max_tokens_per_micro_batch={budget} has no room: set it to {len(tokens)} or more"
         )
-
-
-def _check_special_tokens(recipe: Recipe, config: Config, tokenizer: Any) -> None:
-    for name in ("eos_token", "pad_token"):
-        where = f"{recipe.model.path}: {name} of the tokenizer"
-        _check_tokens(where, (getattr(tokenizer, f"{name}_id"),), config, tokenizer)
 
 
 def _check_tokens(where: str, tokens: Sequence[int], config: Config, tokenizer: Any) -> None:

@@ -21,11 +21,11 @@ from hybrid3d.families import VALUE_HEAD, Config, family_of
 from hybrid3d.generation.agents.program import find_agent_problems
 from hybrid3d.generation.stops import check_stops
 from hybrid3d.inputs.adapters import check_adapters
-from hybrid3d.inputs.chat_template import check_chat_template
 from hybrid3d.inputs.checks import check_model
 from hybrid3d.inputs.completions import check_server
 from hybrid3d.inputs.export import check_output_folder, is_redundant
 from hybrid3d.inputs.models import check_against_transformers, read_config, read_data, read_tokenizer
+from hybrid3d.inputs.tokenizer_checks import check_chat_template
 from hybrid3d.launch_environment import check_vllm_variables
 from hybrid3d.reshard.file_index import CheckpointError, TensorEntry, read_index
 from hybrid3d.reshard.files import CheckpointReader, file_pieces

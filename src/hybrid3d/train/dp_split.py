@@ -18,9 +18,6 @@ def shares_of(recipe: Recipe, lengths: Sequence[int], minibatches: int = 1) -> S
     The sequences are first divided into minibatches, in order, and each minibatch is then distributed to all ranks. An
     update therefore has the same sequences for any number of ranks, packed or not.
 
-    Args:
-        lengths: the length of each sequence in tokens.
-
     Returns:
         For each rank its part of the first minibatch, then of the second and so on, all of equal size.
 
@@ -47,9 +44,7 @@ def shares_of(recipe: Recipe, lengths: Sequence[int], minibatches: int = 1) -> S
 def spread_over(minibatches: int, samples: int, rows: int) -> list[int]:
     """Return the order of rows in which those that only fill the batch are spread evenly over its minibatches.
 
-    Args:
-        samples: the number of rows that are samples; those from this number on fill the batch.
-        rows: the number of all rows.
+    The first `samples` of the `rows` are samples; the others fill the batch.
     """
     each, filling, order = rows // minibatches, iter(range(samples, rows)), list[int]()
     for number in range(minibatches):

@@ -5,8 +5,8 @@ A data-parallel rank's batch is divided by rows or by tokens, into as many micro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,13 @@ from hybrid3d.config import Train
 from hybrid3d.rl.balance import balanced_shares, split_within_budget
 from hybrid3d.rl.batch import Batch, Rows
 from hybrid3d.train.megatron.context import ContextShard, context_shard
+
+Tokens = TypeVar("Tokens", int, torch.Tensor)
+
+
+def rounded_up(tokens: Tokens, multiple: int) -> Tokens:
+    """Return numbers of tokens, rounded up to multiples."""
+    return -(-tokens // multiple) * multiple
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,10 +88,10 @@ class MicroBatch:
         return pad(values, (ahead, self.width - ahead - values.shape[1]))
 
     def unpacked(self, values: torch.Tensor) -> torch.Tensor:
-        """Return values of the tokens [b, T', ...] as the batch has them, [b, T, ...], -1 at padding."""
-        found = values.new_full((len(values), self.width, *values.shape[2:]), -1)
-        width = min(self.width, values.shape[1])
-        found[:, :width] = values[:, :width].masked_fill(_like(self.padded[:, :width], values), -1)
+        """Return values of `tokens` as the batch has them, [b, T, ...], -1 at padding."""
+        real = torch.arange(self.width, device=values.device) < self.lengths[:, None]
+        found = values.new_full((*real.shape, *values.shape[2:]), -1)
+        found[real] = values[~self.padded]
         return found
 
     def last(self, output: torch.Tensor) -> torch.Tensor:
@@ -109,12 +116,6 @@ class PackedMicroBatch(MicroBatch):
         # The last token of a sequence does not predict the first one of the next sequence.
         within = (self.positions[0, ahead:] >= ahead) & ~self.padded[0, ahead:]
         return values.new_zeros(predicted.shape).masked_scatter(predicted, values[0, within])
-
-    def unpacked(self, values: torch.Tensor) -> torch.Tensor:
-        real = torch.arange(self.width, device=values.device) < self.lengths[:, None]
-        found = values.new_full((*real.shape, *values.shape[2:]), -1)
-        found[real] = values[0, ~self.padded[0]]
-        return found
 
     def _last(self, output: torch.Tensor) -> torch.Tensor:
         assert self.packing is not None, "sequences are packed"
@@ -154,7 +155,7 @@ def in_one_row(batch: Batch, rows: Rows, size: int, group: dist.ProcessGroup | N
     tokens = pad(pad(batch.tokens[rows], (0, more))[kept], (0, padding))
     positions = torch.cat([at.expand_as(kept)[kept], torch.arange(padding, device=lengths.device)])
     padded = pad((at >= lengths[:, None])[kept], (0, padding), value=True)
-    sizes: Sequence[int] = [*taken.tolist(), *([padding] if padding else [])]
+    sizes: list[int] = [*taken.tolist(), *([padding] if padding else [])]
     of_sequences = torch.tensor(sizes, device=lengths.device)
     ends = pad(of_sequences.cumsum(0), (1, 0)).int()
     packing = PackedSeqParams(
@@ -172,22 +173,12 @@ def in_one_row(batch: Batch, rows: Rows, size: int, group: dist.ProcessGroup | N
     )
 
 
-def rounded_up(tokens: torch.Tensor, multiple: int) -> torch.Tensor:
-    """Return numbers of tokens, rounded up to multiples."""
-    return -(-tokens // multiple) * multiple
-
-
-def _like(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return a mask [b, T] with dims of size 1 for the further dims of values [b, T, ...]."""
-    return mask.reshape(*mask.shape, *[1] * (values.dim() - mask.dim()))
-
-
 def micro_batches(
     batch: Batch,
     train: Train,
     multiple: int,
     group: dist.ProcessGroup,
-    context: dist.ProcessGroup | None = None,
+    context: dist.ProcessGroup | None,
 ) -> list[MicroBatch]:
     """Divide a batch into micro batches by `train.micro_batch_size` or `train.max_tokens_per_micro_batch`.
 
@@ -198,26 +189,23 @@ def micro_batches(
         context: the ranks that share each sequence; None if one rank has it.
     """
     chunks = 1 if context is None else 2 * context.size()
-
-    def rounded(tokens: int) -> int:
-        return -(-tokens // (chunks * multiple)) * (chunks * multiple)
-
+    multiple *= chunks
     if not train.packed and train.max_tokens_per_micro_batch is None:
-        width, size = rounded(batch.tokens.shape[1]), train.micro_batch_size
+        width, size = rounded_up(batch.tokens.shape[1], multiple), train.micro_batch_size
         return [in_rows(batch, slice(start, start + size), width, context) for start in range(0, len(batch), size)]
     taken = rounded_up(batch.lengths, chunks)
     parts = _by_length(batch, taken.tolist(), train, group)
     if train.packed:  # all have one size, because pipeline stages exchange tensors of one shape
-        size = rounded(max(int(taken[rows].sum()) for rows in parts))
+        size = rounded_up(max(int(taken[rows].sum()) for rows in parts), multiple)
         return [in_one_row(batch, rows, size, context) for rows in parts]
-    return [in_rows(batch, rows, rounded(int(batch.lengths[rows].max())), context) for rows in parts]
+    widths = [rounded_up(int(batch.lengths[rows].max()), multiple) for rows in parts]
+    return [in_rows(batch, rows, width, context) for rows, width in zip(parts, widths, strict=True)]
 
 
 def _by_length(batch: Batch, lengths: list[int], train: Train, group: dist.ProcessGroup) -> list[torch.Tensor]:
     """Return the rows of each micro batch, with about equal numbers of tokens, or filled up to the token budget.
 
-    Args:
-        lengths: the tokens that each sequence takes.
+    A sequence takes as many tokens as `lengths` says.
     """
     budget = train.max_tokens_per_micro_batch
     if budget is None:

@@ -15,13 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from torch.distributed.checkpoint.api import CheckpointException
 
-from hybrid3d.distributed import gather_objects
+from hybrid3d.distributed import all_reduce_min, gather_objects
 from hybrid3d.patches import apply
 from hybrid3d.storage import manifest
 from hybrid3d.storage.disk import CheckpointWriteError, describe_write_error, is_file_error
@@ -78,9 +77,7 @@ class CheckpointWriter:
 
     def is_written(self) -> bool:
         """Return whether all ranks have written their shards, so that `finish` does not wait."""
-        left = torch.tensor(int(self._thread.is_alive()))
-        dist.all_reduce(left, group=self._group)
-        return int(left) == 0
+        return bool(all_reduce_min(int(not self._thread.is_alive()), self._group))
 
     def finish(self) -> None:
         """Wait until everything is written, and rename the folder to its final name."""
@@ -106,7 +103,7 @@ class CheckpointWriter:
 
     def _begin(self, state: Callable[[], Mapping[str, Any]], in_background: bool) -> None:
         """Plan with all ranks which files each writes, write small objects, and copy this rank's shards to the host."""
-        patches.new_results_queue()  # without results of a checkpoint that failed
+        patches.RESULTS.replace(queue.Queue())  # without results of a checkpoint that failed
         try:
             with on_device():
                 request = dist_checkpointing.save(dict(state()), str(self._unfinished), **SAVE_SETTINGS)

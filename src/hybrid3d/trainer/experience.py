@@ -39,7 +39,7 @@ from hybrid3d.run.metrics import StepMetrics
 from hybrid3d.scoring.functions import LARGEST_REWARD, overlong_penalty
 from hybrid3d.scoring.scorer import Given
 from hybrid3d.train.dp_split import Shares, shares_of, spread_over
-from hybrid3d.train.model_scorer import ModelScorer
+from hybrid3d.train.trained_model import ModelScorer
 from hybrid3d.trainer.models import Models
 from hybrid3d.trainer.step_experience import (
     COVARIANCE,

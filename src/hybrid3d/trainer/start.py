@@ -16,7 +16,7 @@ from hybrid3d.config import Recipe, RecipeError
 from hybrid3d.families import family_of
 from hybrid3d.generation.evaluation import format_files, format_result
 from hybrid3d.inputs.models import read_config, read_tokenizer
-from hybrid3d.inputs.tokenizer_files import tokenizer_assumptions
+from hybrid3d.inputs.tokenizer_checks import tokenizer_assumptions
 from hybrid3d.ledger import RankStart
 from hybrid3d.planning.hardware import total_memory
 from hybrid3d.run.folder import RunFolder, checkpoint_folder, draw_curves

@@ -26,7 +26,7 @@ from hybrid3d.workers.messages import Call, Reply, Score, WithTexts
 from hybrid3d.workers.role_client import RoleClient, WorkerGroup
 
 if TYPE_CHECKING:
-    from hybrid3d.train.model_scorer import ModelScorer
+    from hybrid3d.train.trained_model import ModelScorer
 
 
 class RewardRank:
@@ -73,7 +73,7 @@ def load_model_scorer(recipe: Recipe, path: str, pad_id: int, group: dist.Proces
     """Load the reward model at `path` over the ranks of a group, all of which call this together."""
     from hybrid3d.train.megatron import runtime
     from hybrid3d.train.megatron.value_model import ValueModel
-    from hybrid3d.train.model_scorer import ModelScorer
+    from hybrid3d.train.trained_model import ModelScorer
 
     recipe = replace(recipe, train=recipe.reward_layout)
     runtime.initialize(recipe.train, recipe.run.seed)

@@ -29,7 +29,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch.nn.functional import linear, pad
 
 from hybrid3d.config import Lora
-from hybrid3d.families import EXPERT, UnsupportedModel, adapter_names, is_adapted
+from hybrid3d.families import UnsupportedModel, adapter_names, is_adapted, is_expert
 from hybrid3d.reshard.plan.box import Box
 from hybrid3d.reshard.plan.layout import Piece, Shape, View, contiguous_stride, pieces_by_name
 from hybrid3d.train.megatron.cpu import DuplicatedLinear
@@ -60,16 +60,12 @@ class Factor:
     box: Box
     is_sharded: bool
 
-    @property
-    def is_a(self) -> bool:
-        return self.name.endswith(".lora_A.weight")
-
     def initial(self, seed: int) -> torch.Tensor:
         """Return this rank's part of the initial values, which depend on the name and the seed, not on the layout.
 
         As in PEFT, A is uniform as torch.nn.Linear's weight (Kaiming with a = sqrt(5)), and B is 0.
         """
-        if not self.is_a:
+        if self.name.endswith(".lora_B.weight"):
             return torch.zeros(self.box.size)
         generator = torch.Generator("cpu").manual_seed(zlib.crc32(self.name.encode()) ^ seed)
         whole = torch.empty(self.shape).uniform_(-1, 1, generator=generator) / math.sqrt(self.shape[1])
@@ -99,7 +95,7 @@ class LinearAdapter(torch.nn.Module):
             shapes: the full shape of each canonical tensor.
         """
         super().__init__()
-        self.is_expert = EXPERT.search(names[0]) is not None
+        self.is_expert = is_expert(names[0])
         self.splits_rows, self.splits_columns = isinstance(layer, _BY_ROWS), isinstance(layer, _BY_COLUMNS)
         self._scale, self._rank = lora.alpha / lora.rank, lora.rank
         tp = 1 if self.is_expert else parallel_state.get_tensor_model_parallel_world_size()
@@ -108,7 +104,7 @@ class LinearAdapter(torch.nn.Module):
         weight, of_name = layer.weight, pieces_by_name(pieces)
         assert isinstance(weight, torch.Tensor)
         columns = _slice_of(of_name[pieces[0].name], dim=1)
-        self.factors: list[Factor] = []
+        self.named_factors: list[tuple[Factor, torch.nn.Parameter]] = []  # of `a` and `b`
         self.a, self.b = torch.nn.ParameterList(), torch.nn.ParameterList()
         self._used: list[int] = []  # which of the names have rows on this rank
         local: list[torch.Tensor] = []
@@ -147,7 +143,7 @@ class LinearAdapter(torch.nn.Module):
         if self.is_expert:
             parameter.allreduce = False
         matrices.append(parameter)
-        self.factors.append(factor)
+        self.named_factors.append((factor, parameter))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         inner = linear(hidden, torch.cat([*self.a])) * self._scale
@@ -177,12 +173,6 @@ class LinearAdapter(torch.nn.Module):
         if self.order is None:
             return rows
         return (pad(rows, (0, 0, 0, 1)) if self._is_partial else rows)[self.order]
-
-    def named_factors(self) -> Iterator[tuple[Factor, torch.nn.Parameter]]:
-        """Yield each matrix's place in the canonical one, and this rank's parameter."""
-        a, b = iter(self.a), iter(self.b)
-        for factor in self.factors:
-            yield factor, next(a if factor.is_a else b)
 
 
 class Adapters(torch.nn.Module):
@@ -222,7 +212,7 @@ class Adapters(torch.nn.Module):
 
     def named_factors(self) -> Iterator[tuple[Factor, torch.nn.Parameter]]:
         for adapter in self.layers:
-            yield from adapter.named_factors()
+            yield from adapter.named_factors
 
     def sharded_state_dict(self, prefix: str = "", *unused: Any, **settings: Any) -> dict[str, ShardedTensor]:
         """Return the matrices as Megatron's checkpoints name and shard them: by their names in PEFT's files."""
@@ -233,14 +223,9 @@ class Adapters(torch.nn.Module):
                 replica = parallel_state.get_expert_data_parallel_rank()
             else:
                 replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-            for factor, parameter in adapter.named_factors():
-                splits = [
-                    (dim, start // size, full // size)
-                    for dim, (start, size, full) in enumerate(
-                        zip(factor.box.start, factor.box.size, factor.shape, strict=True)
-                    )
-                    if size < full
-                ]
+            for factor, parameter in adapter.named_factors:
+                dims = enumerate(zip(factor.box.start, factor.box.size, factor.shape, strict=True))
+                splits = [(dim, start // size, full // size) for dim, (start, size, full) in dims if size < full]
                 tp = 0 if factor.is_sharded or adapter.is_expert else parallel_state.get_tensor_model_parallel_rank()
                 found[prefix + names[id(parameter)]] = ShardedTensor.from_rank_offsets(
                     factor.name, parameter, *splits, replica_id=(0, tp, replica)
@@ -253,10 +238,7 @@ def add_adapters(
 ) -> None:
     """Add adapters to the linear layers of a model that `lora` selects, and freeze all other parameters.
 
-    Args:
-        weights: the model's weights as pieces of canonical tensors.
-        shapes: the full shape of each canonical tensor.
-        seed: of the initial values, which are the same in every layout.
+    The seed is that of their initial values, which are the same in every layout; `shapes`: of all canonical tensors.
     """
     named = {place_of(tensor): name for name, tensor in weights.tensors.items()}
     pieces: dict[str, list[Piece]] = defaultdict(list)

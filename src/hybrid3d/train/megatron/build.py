@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from megatron.core.extensions.transformer_engine import (
 )
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -25,6 +27,7 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
     MultiTokenPredictionLayerSubmodules,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -39,7 +42,7 @@ from hybrid3d.train.megatron import patches
 from hybrid3d.train.megatron.cpu import use_torch_layers
 from hybrid3d.train.megatron.mtp import MTP_LAYER
 from hybrid3d.train.megatron.runtime import FUSE_GRADIENTS, USE_TE, in_use, on_device
-from hybrid3d.train.megatron.versions import MTP_DECODER_LAYER, mtp_block, set_in_megatron, submodules_of
+from hybrid3d.train.megatron.versions import MTP_DECODER_LAYER, set_in_megatron, submodules_of
 
 apply(patches.MODEL)
 
@@ -55,9 +58,7 @@ def build_model(
     """Build this rank's part of the model: one module per virtual pipeline stage, weights not set.
 
     Args:
-        config: the checkpoint's `config.json`.
         layout: the train layout, whose groups are initialized.
-        dtype: of the parameters.
         meta: allocate nothing; for queries, of which FP8 changes no answer.
         adapted: make each linear layer a module of its own, without a fused norm or grouped experts, as adapters need.
         with_mtp: build the layers for multi-token prediction too, as `mtp` of the last stage.
@@ -220,7 +221,11 @@ def _mtp_block(
         layer_norm=spec.layer_norm,
         **{MTP_DECODER_LAYER: spec.layer_specs[-1]},
     )
-    block = mtp_block(settings, [ModuleSpec(module=MTP_LAYER, submodules=layer)] * layers, vp_stage)
+    numbered = copy.copy(settings)
+    set_in_megatron(numbered, mtp_num_layers=layers)  # since 0.17 layers are empty where this does not number them
+    specs = MultiTokenPredictionBlockSubmodules([ModuleSpec(module=MTP_LAYER, submodules=layer)] * layers)
+    groups = ProcessGroupCollection.use_mpu_process_groups()  # since 0.17 experts need all of them
+    block = MultiTokenPredictionBlock(numbered, specs, vp_stage, groups)
     for module in block.modules():
         if hasattr(module, "finish_init"):  # of Transformer Engine's layers, which `GPTModel` calls for its own
             module.finish_init(None)

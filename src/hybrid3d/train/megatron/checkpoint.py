@@ -48,11 +48,10 @@ def begin(
 ) -> CheckpointWriter:
     """Start writing models, their optimizers and schedules; the returned `CheckpointWriter` finishes the checkpoint.
 
+    The other arguments are those of `CheckpointWriter`.
+
     Args:
         progress: the rest of the run's state, as JSON.
-        group: the ranks that write the checkpoint together.
-        in_background: whether training continues while it is written.
-        identity: which run and step it is of; that of the first rank counts.
         sharding: how optimizers are saved. `fully_reshardable`: any layout can load them, and each rank makes those of
             its whole data-parallel group in host memory. `dp_reshardable`: each rank writes its own shard.
     """
@@ -143,19 +142,12 @@ def check(folder: Path, group: dist.ProcessGroup) -> None:
         manifest.check(folder, group.rank(), group.size())
     except BrokenCheckpoint as error:
         problem = type(error), str(error)
-    first = next(filter(None, gather_objects(problem, group)), None)
-    if first is not None:
-        kind, message = first
+    for kind, message in filter(None, gather_objects(problem, group)):
         raise kind(message, raised_on_all_ranks=True)
 
 
 def _check_version(folder: Path) -> None:
-    """Check the version of Megatron-Core that is installed reads what another may have written.
-
-    Raises:
-        UnusableCheckpoint: another version wrote it, and the manifest lacks a file that this one needs.
-        BrokenCheckpoint: this version wrote it, or an unknown one, and the manifest lacks that file.
-    """
+    """Check that the version of Megatron-Core that is installed reads what another may have written."""
     if not COMMON_FILE or COMMON_FILE in manifest.read_manifest(folder):
         return
     here, wrote = WRITTEN_BY["megatron-core"], manifest.read_versions(folder).get("megatron-core")
@@ -179,10 +171,7 @@ def _naming_checkpoint(folder: Path) -> Iterator[None]:
 
 
 def load(models: TrainedModels, folder: Path, group: dist.ProcessGroup) -> dict[str, Any]:
-    """Load models, their optimizers and schedules from a checkpoint.
-
-    Returns:
-        The progress that was saved with them.
+    """Load models, their optimizers and schedules from a checkpoint; return the progress that was saved with them.
 
     Raises:
         BrokenCheckpoint: on every rank, before anything is changed: the files differ from what was written.
@@ -204,7 +193,8 @@ def load(models: TrainedModels, folder: Path, group: dist.ProcessGroup) -> dict[
             # may lack. What the optimizers have in common then comes from the first one.
             first = state[min(key for key in state if key.startswith("optimizer"))]
             common = {key: value for key, value in first.items() if key != "param_state"}
-            saved = [group for optimizer in _saved_optimizers(state) for group in optimizer["param_groups"]]
+            parts = [part for key, part in state.items() if key.startswith("optimizer") and "optimizer" in part]
+            saved = [group for part in parts for group in part["optimizer"]["param_groups"]]
             for key, optimizer in _optimizers(model):
                 full = {**common, **state[key]}
                 full["optimizer"] = {**full["optimizer"], "param_groups": _settings_of(optimizer, saved)}
@@ -217,11 +207,7 @@ def load(models: TrainedModels, folder: Path, group: dist.ProcessGroup) -> dict[
 
 
 def _check_sharding(models: Mapping[str, MegatronModel], folder: Path) -> str:
-    """Return how optimizers are saved in a checkpoint.
-
-    Raises:
-        CheckpointUnloadable: they are saved by ranks of another layout.
-    """
+    """Return how optimizers are saved in a checkpoint; CheckpointUnloadable if it is by ranks of another layout."""
     path = folder / OPTIMIZER
     if not path.exists():  # of a version that knew one format
         return FULLY_RESHARDABLE
@@ -287,11 +273,6 @@ def _optimizers(model: MegatronModel) -> list[tuple[str, Any]]:
     """Return (name, optimizer) of optimizers with parameters; a stage without experts has one without any."""
     chained = enumerate(model.optimizer.chained_optimizers)
     return [(f"optimizer{number}", optimizer) for number, optimizer in chained if getattr(optimizer, "buffers", None)]
-
-
-def _saved_optimizers(state: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the states of the optimizers in a checkpoint, without those of parameters."""
-    return [part["optimizer"] for key, part in state.items() if key.startswith("optimizer") and "optimizer" in part]
 
 
 def _settings_of(optimizer: Any, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

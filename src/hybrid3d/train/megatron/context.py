@@ -70,6 +70,12 @@ def gather_shares(share: Tensor, group: dist.ProcessGroup) -> Tensor:
     return shares
 
 
+def tensor_parallel_share(tensor: Tensor, dim: int) -> Tensor:
+    """Return this rank's share of a tensor that is split over TP."""
+    group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
+    return tensor.chunk(group.size(), dim)[group.rank()].contiguous()
+
+
 def context_group() -> dist.ProcessGroup | None:
     """Return the ranks that share sequences with this one; None if each sequence is whole on one rank."""
     group = parallel_state.get_context_parallel_group()
@@ -77,11 +83,7 @@ def context_group() -> dist.ProcessGroup | None:
 
 
 def context_shard(lengths: Tensor, group: dist.ProcessGroup) -> ContextShard:
-    """Return this rank's shard of rows that consist of sequences.
-
-    Args:
-        lengths: of the sequences of a row, each a multiple of 2 x CP.
-    """
+    """Return this rank's shard of rows of sequences with these lengths, each a multiple of 2 x CP."""
     ranks = group.size()
     chunk = torch.arange(2 * ranks, device=lengths.device).repeat(len(lengths))
     owner = torch.minimum(chunk, 2 * ranks - 1 - chunk)

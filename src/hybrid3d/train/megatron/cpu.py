@@ -64,9 +64,13 @@ class cuda_means(TorchFunctionMode):
 
 
 class Stream:
-    """Stands in for a CUDA stream on a CPU, where everything runs in order."""
+    """Stands in for a CUDA stream or event on a CPU, where everything runs in order."""
 
     def __init__(self, *args: Any, **kwargs: Any): ...
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def wait(self, stream: Any = None) -> None: ...
 
     def wait_stream(self, stream: Any) -> None: ...
 
@@ -74,18 +78,8 @@ class Stream:
 
     def synchronize(self) -> None: ...
 
-    def record_event(self, event: Any = None) -> Event:
-        return Event()
-
-
-class Event:
-    def __init__(self, *args: Any, **kwargs: Any): ...
-
-    def record(self, stream: Any = None) -> None: ...
-
-    def wait(self, stream: Any = None) -> None: ...
-
-    def synchronize(self) -> None: ...
+    def record_event(self, event: Any = None) -> Stream:
+        return Stream()
 
 
 # The functions of `torch.cuda` that Megatron calls, and where
@@ -95,7 +89,7 @@ TORCH_CUDA = {
     "current_stream": lambda device=None: Stream(),  # gradient buffers of DDP
     "default_stream": lambda device=None: Stream(),
     "Stream": Stream,  # DDP, dist_checkpointing
-    "Event": Event,
+    "Event": Stream,
     "stream": lambda stream: contextlib.nullcontext(),
     "is_current_stream_capturing": lambda: False,
     "get_rng_state": lambda device=None: torch.get_rng_state(),  # tensor_parallel.random

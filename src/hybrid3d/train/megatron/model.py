@@ -28,7 +28,7 @@ from hybrid3d.reshard.plan.layout import Demand
 from hybrid3d.rl.batch import Batch
 from hybrid3d.rl.losses import masked_sum
 from hybrid3d.rl.objective import TokenLoss
-from hybrid3d.train.megatron.context import context_group
+from hybrid3d.train.megatron.context import context_group, tensor_parallel_share
 from hybrid3d.train.megatron.router_replay import RouterReplay
 from hybrid3d.train.megatron.runtime import on_device
 from hybrid3d.train.megatron.source import MegatronWeights, megatron_weights
@@ -40,12 +40,9 @@ from hybrid3d.train.trained_model import BucketHook, StepReport
 
 DDP = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True, "check_for_nan_in_grad": False}
 
-Read = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
-"""Returns a tensor with b rows from the last stage's output for a micro batch of b sequences."""
-
 
 class MegatronModel:
-    """A model in the train layout, with weights from a checkpoint. Every rank calls every method together.
+    """A `TrainedModel`, which describes the methods, with weights from a checkpoint.
 
     A subclass builds the stages with their output layer, and its `_per_token` reads the output for the loss.
 
@@ -53,9 +50,6 @@ class MegatronModel:
         stages: this rank's part of the model, one module per virtual pipeline stage.
         weights: this rank's weights as pieces of canonical tensors.
         adapters: its adapters as pieces of PEFT's matrices, if the model has some; then only these are trained.
-        router_replay: makes routers choose the experts that a batch has; None where they always choose themselves.
-        is_reporting_rank: whether this rank's sums count: one rank, with the output layer, of each
-            data-parallel replica.
     """
 
     def __init__(
@@ -86,9 +80,8 @@ class MegatronModel:
         self._trains = optimizer is not None
         self._memory = OffloadableMemory()
         dtype = getattr(torch, recipe.model.dtype)
-        self._modules: list[Any] = [
-            Float16Module(stage.config, stage) if dtype is torch.bfloat16 else stage for stage in stages
-        ]
+        in_half = dtype is torch.bfloat16
+        self._modules: list[Any] = [Float16Module(stage.config, stage) if in_half else stage for stage in stages]
         with on_device():
             if optimizer is not None:
                 self._modules = [*in_buckets(self._modules, **DDP)]
@@ -99,13 +92,14 @@ class MegatronModel:
                 self.optimizer = get_megatron_optimizer(_optimizer_config(optimizer, dtype), self._modules)
                 self.scheduler = _scheduler(self.optimizer, optimizer, self._steps_of(recipe))
                 tracks = self._tracks_changes(recipe)
-                self._stepping = BucketedOptimizer(self.optimizer, self._modules, tracks, separately_clipped)
-                self._stepping.changes.name(self.weights.tensors)
+                named = self.weights.tensors
+                self._stepping = BucketedOptimizer(self.optimizer, self._modules, named, tracks, separately_clipped)
                 self._connect()
         self.has_output = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         self._leads_context = parallel_state.get_context_parallel_rank() == 0
         leads = self._leads_context and parallel_state.get_tensor_model_parallel_rank() == 0
         self.is_reporting_rank = self.has_output and leads
+        self.data_parallel_rank = int(parallel_state.get_data_parallel_rank())
 
     def _per_token(self, output: torch.Tensor, micro: MicroBatch, recipe: Recipe) -> Any:
         """Return the argument of `train_step`'s loss: values [b, T], aligned as in `rl/batch.py`."""
@@ -115,10 +109,6 @@ class MegatronModel:
     def trained_weights(self) -> MegatronWeights:
         """This rank's weights that updates change: the adapters of a model that has some."""
         return self.weights if self.adapters is None else self.adapters
-
-    @property
-    def data_parallel_rank(self) -> int:
-        return int(parallel_state.get_data_parallel_rank())
 
     @property
     def optimizer_buckets(self) -> Mapping[str, int]:
@@ -136,17 +126,14 @@ class MegatronModel:
         return self._stepping.changes if self._trains and self._stepping.changes.elements else NOTHING_TRACKED
 
     def own_source(self) -> WeightSource:
-        """Return the source of all of this rank's own weights."""
         is_updated = self._trains and self.adapters is None
         buckets = self.optimizer_buckets if is_updated else {}
         return PlainSource(self.weights.tensors, self.weights.holdings, buckets, self.changes)
 
     def trained_source(self) -> WeightSource:
-        """Return the source of the weights that updates change: the adapters of a model that has some."""
         return PlainSource(self.trained_weights.tensors, self.trained_weights.holdings)
 
     def spread(self, values: torch.Tensor) -> None:
-        """Give the reporting rank's values, in place, to all ranks of its replica that have the output layer."""
         groups = parallel_state.get_context_parallel_group(), parallel_state.get_tensor_model_parallel_group()
         for group in groups:  # those who lead their TP group get it first
             dist.broadcast(values, group=group, group_src=0)
@@ -163,11 +150,9 @@ class MegatronModel:
         return recipe.run.steps
 
     def offload(self, train: Train) -> int:
-        """Free the memory that `train.offload_*` selects until it is used again; return its size in bytes."""
         return self._memory.offload({kind: partial(self._tensors_of, kind) for kind in train.offloads})
 
     def onload(self, *kinds: str) -> None:
-        """Undo `offload`, only for these kinds of memory if any are given."""
         self._memory.onload(*kinds)
 
     def _tensors_of(self, kind: str) -> list[torch.Tensor]:
@@ -187,8 +172,7 @@ class MegatronModel:
     @property
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers that have parameters: where only experts have adapters, the others have none."""
-        chained = self.optimizer.chained_optimizers
-        return [one.optimizer for one in chained if one.optimizer is not None]
+        return [one.optimizer for one in self.optimizer.chained_optimizers if one.optimizer is not None]
 
     def train_step(
         self,
@@ -198,32 +182,22 @@ class MegatronModel:
         bucket_hook: BucketHook | None = None,
         accepts_grad_norm: Callable[[float], bool] = math.isfinite,
     ) -> StepReport:
-        """Update the model once, on the mean loss over every response token of every data-parallel rank's batch.
-
-        Args:
-            recipe: the settings of this step, such as the micro batch size and the learning rate.
-            bucket_hook: called with each optimizer bucket as soon as its parameters have their new values.
-            accepts_grad_norm: called with the gradient's norm before anything is updated; False skips the update.
-        """
         self.onload()
         _set_learning_rate(self.scheduler, self._optimizer_settings(recipe))
         for module in self._modules:
             module.zero_grad_buffer()
         self.optimizer.zero_grad()
         biases = [(bias, bias.clone()) for bias in self._expert_biases()]
-        reports = self._run(
-            batch, partial(self._loss, batch.to(device()), token_loss, recipe), recipe, forward_only=False
-        )
+        close = partial(self._loss, batch.to(device()), token_loss, recipe)
+        reports = self._run(batch, close, recipe, forward_only=False)
         with on_device():
             updated, grad_norm = self._stepping.step(bucket_hook or (lambda bucket, last: None), accepts_grad_norm)
         if not updated:
             for bias, before in biases:
                 bias.copy_(before)
         lr = float(self.optimizer.param_groups[0]["lr"])
-        sums: dict[str, float] = {}
-        for report in reports:
-            for key, value in report.items():
-                sums[key] = sums.get(key, 0.0) + float(value)
+        keys = dict.fromkeys(key for report in reports for key in report)
+        sums = {key: sum(float(report[key]) for report in reports if key in report) for key in keys}
         return StepReport(sums, grad_norm, lr, updated)
 
     def _expert_biases(self) -> list[torch.Tensor]:
@@ -232,11 +206,12 @@ class MegatronModel:
         return [buffer for name, buffer in buffers if name.endswith(".expert_bias")]
 
     def end_step(self) -> None:
-        """Advance the learning rate schedule, which counts steps of the run, not updates."""
         self.scheduler.step(increment=1)
 
-    def _read(self, batch: Batch, read: Read, recipe: Recipe) -> torch.Tensor | None:
-        """Return the results of `read` for all sequences, [B, ...]; None on ranks without the output layer."""
+    def _read(
+        self, batch: Batch, read: Callable[[torch.Tensor, MicroBatch], torch.Tensor], recipe: Recipe
+    ) -> torch.Tensor | None:
+        """Return what `read` makes of the last stage's output, [B, ...]; None on ranks without the output layer."""
         found: list[tuple[MicroBatch, torch.Tensor]] = []
 
         def keep(micro: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -281,8 +256,7 @@ class MegatronModel:
         micros = micro_batches(batch, recipe.train, multiple, group, context_group())
         replay = self.router_replay
         if replay is not None:
-            recomputes = recipe.train.recompute == "full"
-            replay.begin(batch, forward_only=forward_only, recomputes=recomputes)
+            replay.begin(batch, forward_only=forward_only, recomputes=recipe.train.recompute == "full")
 
         def forward_step(of_step: Iterator[MicroBatch], stage: torch.nn.Module) -> tuple[torch.Tensor, Any]:
             micro = next(of_step)
@@ -313,9 +287,7 @@ class MegatronModel:
         if not config.moe_router_enable_expert_bias:
             return None
         if config.sequence_parallel and not get_attr_wrapped_model(stage, "pre_process"):
-            rank = parallel_state.get_tensor_model_parallel_rank()
-            share: torch.Tensor = padded.chunk(parallel_state.get_tensor_model_parallel_world_size(), dim=1)[rank]
-            return share.contiguous()
+            return tensor_parallel_share(padded, dim=1)
         return padded
 
     def _connect(self) -> None:

@@ -7,6 +7,7 @@ constants here, so that the loss of these layers has gradients of their own weig
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,18 +21,16 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
+from hybrid3d.train.megatron.context import tensor_parallel_share
 from hybrid3d.train.megatron.versions import MTP_DECODER_LAYER, MTP_RECOMPUTATION
 from hybrid3d.train.micro_batches import MicroBatch
 
 
 class MtpLayers:
-    """Computes what the layers of a model predict. Every rank of the model constructs it, and calls `begin_step`."""
+    """Computes what the layers of a model predict. Every rank of the model constructs it, and enters `in_step`."""
 
     def __init__(self, stages: Sequence[GPTModel]):
-        """
-        Args:
-            stages: this rank's virtual pipeline stages; only the model's last one has these layers, as `mtp`.
-        """
+        """Take this rank's virtual pipeline stages, of which only the model's last one has these layers, as `mtp`."""
         self._first, self._last = stages[0], stages[-1]
         self._splits_sequences = stages[0].config.sequence_parallel
         self._embedding: torch.Tensor | None = None
@@ -47,12 +46,11 @@ class MtpLayers:
         """This rank's parameters of the layers."""
         return [*self._last.mtp.parameters()] if hasattr(self._last, "mtp") else []
 
-    def begin_step(self) -> None:
-        """Get the embedding as it is now; every rank calls it before the micro batches of an update."""
-        starts, ends = (
-            is_end(ignore_virtual=True)
-            for is_end in (parallel_state.is_pipeline_first_stage, parallel_state.is_pipeline_last_stage)
-        )
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Have a copy of the embedding as it is now; every rank enters it for the micro batches of an update."""
+        starts = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+        ends = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         if starts:
             self._embedding = self._first.embedding.word_embeddings.weight.detach()
         elif ends:
@@ -60,10 +58,10 @@ class MtpLayers:
         if starts != ends:
             assert self._embedding is not None, "this rank has it or gets it"
             dist.broadcast(self._embedding, group=parallel_state.get_embedding_group(), group_src=0)
-
-    def end_step(self) -> None:
-        """Free the embedding's copy."""
-        self._embedding = None
+        try:
+            yield
+        finally:
+            self._embedding = None
 
     def logits(self, micro: MicroBatch) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield how many tokens ahead each layer predicts, and its logits [b, T', vocabulary / TP] for a micro batch.
@@ -77,7 +75,7 @@ class MtpLayers:
             input_ids=micro.tokens,
             position_ids=micro.positions,
             hidden_states=hidden.requires_grad_(),  # with full recomputation, outputs need gradients where inputs do
-            attention_mask=self._padding(micro.padded),
+            attention_mask=tensor_parallel_share(micro.padded, 1) if self._splits_sequences else micro.padded,
             rotary_pos_emb=rotary,
             packed_seq_params=micro.packing,
             embedding=self._embed,
@@ -104,13 +102,6 @@ class MtpLayers:
         rows = reduce_from_tensor_model_parallel_region(rows).transpose(0, 1).contiguous()
         share: torch.Tensor = scatter_to_sequence_parallel_region(rows) if self._splits_sequences else rows
         return share
-
-    def _padding(self, padded: torch.Tensor) -> torch.Tensor:
-        """Return the positions of this rank's tokens that are padding, [b, T'] or [b, T' / TP]."""
-        if not self._splits_sequences:
-            return padded
-        group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
-        return padded.chunk(group.size(), dim=1)[group.rank()].contiguous()
 
 
 class _PackedMtpLayer(MultiTokenPredictionLayer):

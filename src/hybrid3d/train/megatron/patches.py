@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import queue
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -72,25 +70,6 @@ def plain_query_linear(choose: Callable[..., Any]) -> Callable[..., Any]:
     return chosen
 
 
-def new_results_queue() -> None:
-    """Have Megatron take what was written of a checkpoint from a new queue of this process.
-
-    Megatron's own queue is in a manager process next to each rank, which survives when the rank is killed.
-    """
-    RESULTS.replace(queue.Queue())
-
-
-@contextmanager
-def without_streams() -> Iterator[None]:
-    """Let Megatron build models on meta, on a machine with GPUs, without making a CUDA stream.
-
-    A stream makes a context on the current GPU, which before the ranks are bound to theirs is GPU 0 for all of them.
-    The dispatcher would also keep that stream in its class, for the model that is trained on another GPU later.
-    """
-    with STREAM.replaced(cpu.Stream()):
-        yield
-
-
 def _patch(
     target: str,
     reason: str,
@@ -103,12 +82,12 @@ def _patch(
 
 STREAM = _patch(
     "transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream",
-    "It makes a stream, and with it a CUDA context on GPU 0, also where Megatron is only queried (`without_streams`).",
+    "It makes a stream, and with it a CUDA context on GPU 0, also where Megatron is only queried (`on_device`).",
     "planning/test_queries_on_cuda.py",
 )
 RESULTS = _patch(
     "dist_checkpointing.strategies.filesystem_async._results_queue",
-    "It is in a manager process next to each rank, which survives when the rank is killed (`new_results_queue`).",
+    "It is in a manager process next to each rank, which survives when the rank is killed (`CheckpointWriter`).",
     "train/test_checkpoint_writing.py",
 )
 
@@ -118,7 +97,6 @@ LATENT_NORM = _patch(
     "train/test_mtp.py",
     plain_query_linear,
 )
-LATENT_NORMS = (LATENT_NORM,) if CHOOSES_LATENT_NORMS else ()  # not in the pinned version
 
 MODEL = (
     _patch(
@@ -127,7 +105,7 @@ MODEL = (
         "train/test_megatron.py",
         count_tokens,
     ),
-    *LATENT_NORMS,
+    *((LATENT_NORM,) if CHOOSES_LATENT_NORMS else ()),  # not in the pinned version
 )
 
 CHECKPOINT = (
@@ -195,8 +173,6 @@ WITHOUT_TRANSFORMER_ENGINE = (
     ),
 )
 
-QUERIED = (STREAM,)
-
 WITH_TORCH_ADAM = (
     _patch(
         "optimizer.distrib_optimizer.DistributedOptimizer._set_main_param_and_optimizer_states",
@@ -206,4 +182,4 @@ WITH_TORCH_ADAM = (
     ),
 )
 
-ALL = (*MODEL, *CHECKPOINT, *ON_CPU, *WITHOUT_TRANSFORMER_ENGINE, *QUERIED, *WITH_TORCH_ADAM)
+ALL = (*MODEL, *CHECKPOINT, *ON_CPU, *WITHOUT_TRANSFORMER_ENGINE, STREAM, *WITH_TORCH_ADAM)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -81,8 +81,7 @@ class Policy(MegatronModel):
     ):
         """Build it with the weights of the checkpoint `path`; by default the recipe's model, with its adapters.
 
-        Args:
-            with_mtp: build its layers for multi-token prediction; None builds them where the recipe trains them.
+        `with_mtp`: build its layers for multi-token prediction; None builds them where the recipe trains them.
         """
         lora = recipe.lora if path is None else None
         dtype = getattr(torch, recipe.model.dtype)
@@ -104,13 +103,9 @@ class Policy(MegatronModel):
         if lora is not None:
             self.adapters = adapter_weights(stages)
         experts, replays = family_of(config).experts(config), recipe.train.router_replay
+        self.has_experts = experts is not None
         if trainable and experts is not None and replays != "none":
             self.router_replay = RouterReplay(stages, experts, records=replays == "old")
-
-    @property
-    def has_experts(self) -> bool:
-        """Whether tokens are routed to experts, so that rounding may route one to another expert."""
-        return self.stages[0].config.num_moe_experts is not None
 
     def source(self) -> WeightSource:
         """Return the source of this rank's weights without those of layers for multi-token prediction."""
@@ -127,15 +122,9 @@ class Policy(MegatronModel):
         return recipe.run.steps - recipe.critic.warmup_steps
 
     def logprobs(self, batch: Batch, recipe: Recipe) -> torch.Tensor | None:
-        """Return the log-probability of every token given those before it, [B, T].
-
-        None on ranks without the output layer.
-        """
         return self._read(batch, lambda output, micro: self._per_token(output, micro, recipe).logprobs, recipe)
 
     def logprobs_and_entropies(self, batch: Batch, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return also the entropy, in nats, of the distribution that each token was sampled from, both [B, T]."""
-
         def read(output: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
             scores = self._per_token(output, micro, recipe)
             return torch.stack([scores.logprobs, scores.entropy()], -1)
@@ -145,7 +134,7 @@ class Policy(MegatronModel):
 
     @contextmanager
     def as_base(self) -> Iterator[None]:
-        """Compute what the model without its adapters computes; routers then choose experts themselves."""
+        """Implements `PolicyModel.as_base`; routers then choose experts themselves."""
         replay, self.router_replay = self.router_replay, None
         for stage in self.stages:
             getattr(stage, ADAPTERS).enabled = False
@@ -158,7 +147,6 @@ class Policy(MegatronModel):
 
     @contextmanager
     def merged(self) -> Iterator[None]:
-        """Hold in `weights` the sums of the model's own weights and its adapters, if it has some."""
         if self.adapters is None:
             yield
             return
@@ -179,15 +167,9 @@ class Policy(MegatronModel):
         bucket_hook: BucketHook | None = None,
         accepts_grad_norm: Callable[[float], bool] = math.isfinite,
     ) -> StepReport:
-        step = partial(super().train_step, batch, token_loss, recipe, bucket_hook, accepts_grad_norm)
-        if self._mtp is None:
-            return step()
         self.onload("parameters")
-        self._mtp.begin_step()
-        try:
-            return step()
-        finally:
-            self._mtp.end_step()
+        with self._mtp.in_step() if self._mtp is not None else nullcontext():
+            return super().train_step(batch, token_loss, recipe, bucket_hook, accepts_grad_norm)
 
     def _loss(
         self, batch: Batch, token_loss: TokenLoss | None, recipe: Recipe, micro: MicroBatch, output: torch.Tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
@@ -21,12 +22,13 @@ from hybrid3d.train.megatron.build import build_model, transformer_config
 from hybrid3d.train.megatron.runtime import as_rank
 from hybrid3d.train.megatron.source import megatron_weights
 
+Query = Callable[[Config, Train, int, torch.dtype], Holdings]
+
 
 def expected_shapes(config: Config, with_mtp: bool = False) -> dict[str, Shape]:
     """Return the full shape of every canonical tensor that a checkpoint of this config must have.
 
-    Args:
-        with_mtp: also of its layers for multi-token prediction, but for the copies of other tensors.
+    `with_mtp`: also of its layers for multi-token prediction, but for the copies of other tensors.
     """
     held = [_holdings_by_layer(config, Train(), torch.float32)[0]]
     if with_mtp:
@@ -65,39 +67,19 @@ def holdings_of_all(
 def adapter_holdings_of_all(
     config: Config, recipe: Recipe, shapes: Mapping[str, Shape], layers: Container[int] | None = None
 ) -> dict[int, Holdings]:
-    """Return what each rank of the recipe's train layout holds of its adapters; ranks share objects as above.
-
-    Args:
-        shapes: the full shape of every canonical tensor of the model.
-        layers: return pieces of these layers only; None stands for all.
-    """
-    layout, lora, dtype = recipe.train, recipe.lora, getattr(torch, recipe.model.dtype)
-    assert lora is not None, "called where the recipe has adapters"
-    kinds = family_of(config).representative_layers(config)
-    found: dict[int, Holdings] = {}
-    query = functools.partial(adapter_holdings_of, lora=lora, shapes=shapes)
-    for ranks in _equal_ranks(layout):
-        first = _query_first_stage(config, layout, ranks[0], dtype, max(kinds) + 1, query)
-        for stage, chunks in enumerate(layers_of_stages(config, layout)):
-            held = (layer for chunk in chunks for layer in chunk if layers is None or layer in layers)
-            pieces = tuple(
-                piece
-                for layer in held
-                for piece in replicate_layer(first.layers.get(kinds[layer], ()), kinds[layer], layer)
-            )
-            found |= dict.fromkeys((stage * _stage_ranks(layout) + rank for rank in ranks), Holdings(pieces))
-    return dict(sorted(found.items()))
+    """Return what each rank holds of its adapters as `holdings_of_all` does; `shapes`: of all canonical tensors."""
+    assert recipe.lora is not None, "called where the recipe has adapters"
+    query = functools.partial(adapter_holdings_of, lora=recipe.lora, shapes=shapes)
+    return _holdings_by_layer(config, recipe.train, getattr(torch, recipe.model.dtype), layers, of_adapters=query)
 
 
 def representative_layer_counts(config: Config, layout: Train) -> dict[int, int]:
     """Return the first layer of each kind in each chunk of each stage, and how many layers there it represents."""
     kinds = family_of(config).representative_layers(config)
-    stages = layers_of_stages(config, layout)
-    by_kind: dict[tuple[int, int, int], list[int]] = defaultdict(list)
-    for stage, chunks in enumerate(stages):
-        for chunk, layers in enumerate(chunks):
-            for layer in layers:
-                by_kind[stage, chunk, kinds[layer]].append(layer)
+    by_kind: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for chunk, layers in enumerate(itertools.chain(*layers_of_stages(config, layout))):
+        for layer in layers:
+            by_kind[chunk, kinds[layer]].append(layer)
     return {layers[0]: len(layers) for layers in by_kind.values()}
 
 
@@ -123,16 +105,18 @@ def _holdings_by_layer(
     dtype: torch.dtype,
     wanted: Container[int] | None = None,
     first_only: bool = False,
+    of_adapters: Query | None = None,
 ) -> dict[int, Holdings]:
-    stage_ranks = _stage_ranks(layout)
+    """Adapters are in layers only, and are called by their canonical names."""
     kinds = family_of(config).representative_layers(config)
     stages = layers_of_stages(config, layout)
     found: dict[int, Holdings] = {}
     query_last_stage = functools.cache(lambda rank: _query_last_stage(config, layout, rank, dtype, max(kinds) + 1))
     for ranks in _equal_ranks(layout)[: 1 if first_only else None]:
-        first = _query_first_stage(config, layout, ranks[0], dtype, layers=max(kinds) + 1)
+        first = _query_first_stage(config, layout, ranks[0], dtype, max(kinds) + 1, of_adapters or holdings_of)
         # Outside of layers only TP shards, and Megatron numbers TP ranks consecutively.
-        last = query_last_stage(ranks[0] % layout.tp)
+        has_last = layout.pp > 1 and of_adapters is None
+        last = query_last_stage(ranks[0] % layout.tp) if has_last else _End([], {}, [])
         for stage, chunks in enumerate(stages):
             pieces: list[Piece] = []
             for chunk, layers in enumerate(chunks):
@@ -143,9 +127,10 @@ def _holdings_by_layer(
                     if wanted is None or layer in wanted:
                         kind = kinds[layer]
                         local = f"stage0.decoder.layers.{kind}.", f"stage{chunk}.decoder.layers.{number}."
-                        pieces += replicate_layer(first.layers[kind], kind, layer, local)
+                        names = local if of_adapters is None else None
+                        pieces += replicate_layer(first.layers.get(kind, ()), kind, layer, names)
                 pieces += [_in_chunk(piece, chunk) for end in outer for piece in end.after]
-            found |= dict.fromkeys((stage * stage_ranks + rank for rank in ranks), Holdings(tuple(pieces)))
+            found |= dict.fromkeys((stage * _stage_ranks(layout) + rank for rank in ranks), Holdings(tuple(pieces)))
     return dict(sorted(found.items()))
 
 
@@ -159,14 +144,11 @@ def _equal_ranks(layout: Train) -> list[list[int]]:
     order = "tp-cp-ep-dp-pp"  # the default of `initialize_model_parallel`
     experts = RankGenerator(layout.etp, layout.ep, size // (layout.etp * layout.ep), 1, 1, order)
     dense = RankGenerator(layout.tp, 1, layout.dp, 1, layout.cp, order)
-    place: dict[int, list[int]] = defaultdict(list)
-    for groups in (dense.get_ranks("tp"), experts.get_ranks("tp"), experts.get_ranks("ep")):
-        for group in groups:
-            for i, rank in enumerate(group):
-                place[rank].append(i)
+    axes = dense.get_ranks("tp"), experts.get_ranks("tp"), experts.get_ranks("ep")
+    places = [{rank: i for group in groups for i, rank in enumerate(group)} for groups in axes]
     by_place: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for rank in range(size):
-        by_place[tuple(place[rank])].append(rank)
+        by_place[tuple(place[rank] for place in places)].append(rank)
     return list(by_place.values())
 
 
@@ -207,7 +189,7 @@ def _query_first_stage(
     rank: int,
     dtype: torch.dtype,
     layers: int,
-    query: Callable[[Config, Train, int, torch.dtype], Holdings] = holdings_of,
+    query: Query,
 ) -> _End:
     """Return the pieces of the `rank`-th rank of a first stage with `layers` layers."""
     plain = replace(layout, pp=1, vpp=1, first_stage_layers=None, last_stage_layers=None)
@@ -218,9 +200,7 @@ def _query_first_stage(
 
 
 def _query_last_stage(config: Config, layout: Train, rank: int, dtype: torch.dtype, layers: int) -> _End:
-    """Return the pieces of the `rank`-th rank of a last stage that follows `layers` layers; none at PP1."""
-    if layout.pp == 1:
-        return _End([], {}, [])
+    """Return the pieces of the `rank`-th rank of a last stage that follows `layers` layers."""
     plain = replace(layout, pp=2, vpp=1, first_stage_layers=layers, last_stage_layers=None)
     there = rank + _stage_ranks(layout)
     return _End.of(holdings_of({**config, "num_hidden_layers": layers + 1}, plain, there, dtype))

@@ -20,7 +20,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from hybrid3d.families import Experts
 from hybrid3d.rl.batch import Batch
-from hybrid3d.train.megatron.context import gather_shares
+from hybrid3d.train.megatron.context import gather_shares, tensor_parallel_share
 from hybrid3d.train.megatron.versions import set_in_megatron
 from hybrid3d.train.micro_batches import MicroBatch
 
@@ -55,8 +55,12 @@ class RouterChoices:
         """Return the scores and the experts of each token, [tokens, k]; the arguments are Megatron's."""
         assert default_compute_topk is not None
         values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        given = self._given()
-        self.made = own
+        given, self.made = self.given, own
+        if self.recomputed is not None:  # with full recomputation a layer's first pass has no gradients
+            if torch.is_grad_enabled():
+                given = self.recomputed.popleft()
+            else:
+                self.recomputed.append(given)
         if given is None:
             return values, own
         if self.counts:
@@ -64,27 +68,18 @@ class RouterChoices:
         self.made = torch.where(given < 0, own, given.to(own.dtype))
         return scores.gather(1, self.made), self.made
 
-    def _given(self) -> torch.Tensor | None:
-        """Return the choices given for this pass: with full recomputation a layer's first pass has no gradients."""
-        if self.recomputed is None:
-            return self.given
-        if torch.is_grad_enabled():
-            return self.recomputed.popleft()
-        self.recomputed.append(self.given)
-        return self.given
-
 
 class RouterReplay:
-    """Replays choices in all routers of a model, and records them, over all ranks that it is distributed to."""
+    """Replays choices in all routers of a model, and records them, over all ranks that it is distributed to.
+
+    Attributes:
+        shape: the number of layers with experts, and the number of experts of a token.
+        recorded: the choices of the last pass if it was recorded, [B, T, layers, k] int16, -1 at layers of other ranks.
+    """
 
     def __init__(self, stages: Sequence[GPTModel], experts: Experts, records: bool):
-        """
-        Args:
-            stages: this rank's virtual pipeline stages.
-            experts: of the model.
-            records: record the choices of passes without a backward pass.
-        """
-        self._experts, self._records = experts, records
+        """Replace the routers' choices in this rank's virtual stages; `records`: in passes without a backward pass."""
+        self.shape, self._records = (sum(experts.sparse), experts.per_token), records
         self._routers: list[dict[int, RouterChoices]] = []  # of each stage, by index among the layers with experts
         for stage in stages:
             routers = [module for module in stage.decoder.modules() if isinstance(module, TopKRouter)]
@@ -93,12 +88,7 @@ class RouterReplay:
             numbered = {sum(experts.sparse[: router.layer_number - 1]): router.router_replay for router in routers}
             self._routers.append(numbered)
         self._splits_sequences = stages[0].config.sequence_parallel
-        self._recorded: torch.Tensor | None = None
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """The number of layers with experts, and the number of experts of a token."""
-        return sum(self._experts.sparse), self._experts.per_token
+        self.recorded: torch.Tensor | None = None
 
     def begin(self, batch: Batch, *, forward_only: bool, recomputes: bool) -> None:
         """Prepare for the micro batches of a batch.
@@ -107,10 +97,10 @@ class RouterReplay:
             forward_only: no backward pass follows. Choices are compared with those that are given.
             recomputes: each layer is computed again in the backward pass.
         """
-        self._recorded = None
+        self.recorded = None
         if forward_only and self._records:
-            self._recorded = torch.full((*batch.tokens.shape, *self.shape), -1, dtype=torch.int16)
-            self._recorded = self._recorded.to(batch.tokens.device)
+            shape = *batch.tokens.shape, *self.shape
+            self.recorded = torch.full(shape, -1, dtype=torch.int16, device=batch.tokens.device)
         for routers in self._routers:
             for router in routers.values():
                 router.counts, router.equal = forward_only, 0
@@ -128,17 +118,12 @@ class RouterReplay:
         finally:
             for router in routers.values():  # a reference of the same model chooses itself
                 router.given = None
-        if self._recorded is not None and routers:
+        if self.recorded is not None and routers:
             made = self._whole(torch.stack([router.made for router in routers.values()], 1), micro)
             index = torch.tensor(list(routers), device=made.device)
-            recorded = self._recorded[micro.rows]
+            recorded = self.recorded[micro.rows]
             recorded[:, :, index] = micro.unpacked(made)
-            self._recorded[micro.rows] = recorded
-
-    @property
-    def recorded(self) -> torch.Tensor | None:
-        """The choices of the last pass if it was recorded, [B, T, layers, k] int16, -1 at layers of other ranks."""
-        return self._recorded
+            self.recorded[micro.rows] = recorded
 
     def equal_choices(self) -> int:
         """Return how many given choices this rank's routers would have made themselves in that pass."""
@@ -147,10 +132,7 @@ class RouterReplay:
     def _local(self, experts: torch.Tensor) -> torch.Tensor:
         """Return the choices [tokens, layers, k] for the tokens of this rank's routers, which are [T', b] in memory."""
         by_position = experts.transpose(0, 1)
-        if self._splits_sequences:
-            group = parallel_state.get_tensor_model_parallel_group()
-            by_position = by_position.chunk(group.size())[group.rank()]
-        return by_position.flatten(0, 1)
+        return (tensor_parallel_share(by_position, 0) if self._splits_sequences else by_position).flatten(0, 1)
 
     def _whole(self, made: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
         """Return the choices of all TP and CP ranks [tokens, layers, k] as [b, T', layers, k] int16."""

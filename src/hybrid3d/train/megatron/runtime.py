@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import resource
 import sys
 from collections.abc import Iterator
 
@@ -35,28 +34,21 @@ if not ON_CUDA:
 logging.getLogger("megatron.core").setLevel(logging.ERROR)
 
 
-def peak_memory() -> int:
-    """Return the peak in bytes of torch's reserved GPU memory or, without a GPU, of the process's memory."""
-    if ON_CUDA:
-        return torch.cuda.max_memory_reserved()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+@contextlib.contextmanager
+def on_device(meta: bool = False) -> Iterator[None]:
+    """Run Megatron's code: tensors for CUDA are made on the CPU where there is none, or for queries on `meta`.
 
-
-def on_device(meta: bool = False) -> contextlib.AbstractContextManager[object]:
-    """Return the context in which Megatron's code runs: without CUDA, tensors for it are made on the CPU.
-
-    Args:
-        meta: create CUDA tensors on meta, and no CUDA streams, for queries.
+    Queries make no CUDA streams either.
     """
     if meta:
-        return _queried()
-    return contextlib.nullcontext() if ON_CUDA else cpu.cuda_means(cpu.CPU)
-
-
-@contextlib.contextmanager
-def _queried() -> Iterator[None]:
-    with cpu.cuda_means(cpu.META), patches.without_streams() if ON_CUDA else cpu.current_device_is(cpu.META):
-        yield
+        # A stream makes a context on the current GPU, which before the ranks are bound to theirs is GPU 0 for all of
+        # them. The dispatcher would also keep it in its class, for the model that is trained on another GPU later.
+        current = patches.STREAM.replaced(cpu.Stream()) if ON_CUDA else cpu.current_device_is(cpu.META)
+        with cpu.cuda_means(cpu.META), current:
+            yield
+    else:
+        with contextlib.nullcontext() if ON_CUDA else cpu.cuda_means(cpu.CPU):
+            yield
 
 
 def initialize(layout: Train, seed: int, gloo: bool = True) -> None:
@@ -96,19 +88,17 @@ def use_groups(layout: Train, has_experts: bool) -> None:
         parallel_state.get_embedding_group(check_initialized=False),
         parallel_state.get_intra_distributed_optimizer_instance_group(),
     ]
-    of_experts = [
-        parallel_state.get_expert_model_parallel_group(),
-        parallel_state.get_expert_tensor_parallel_group(),
-        parallel_state.get_expert_tensor_and_model_parallel_group(),
-        parallel_state.get_expert_data_parallel_group(),
-    ]
+    if has_experts:
+        used += [
+            parallel_state.get_expert_model_parallel_group(),
+            parallel_state.get_expert_tensor_parallel_group(),
+            parallel_state.get_expert_tensor_and_model_parallel_group(),
+            parallel_state.get_expert_data_parallel_group(),
+        ]
     # In the order in which all ranks have made them, so that no two ranks wait for each other in different groups
     for group in parallel_state._global_process_group_list or ():
-        if (
-            any(group is one for one in (*used, *(of_experts if has_experts else ())))
-            and isinstance(group, dist.ProcessGroup)
-            and group.size() > 1
-        ):
+        is_used = any(group is one for one in used)
+        if is_used and isinstance(group, dist.ProcessGroup) and group.size() > 1:
             dist.all_reduce(torch.zeros(1, device=device()), group=group)
     if layout.vpp > 1 and layout.pp > 1:
         _exchange_with_neighbours(parallel_state.get_pipeline_model_parallel_group())

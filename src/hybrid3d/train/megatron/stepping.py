@@ -9,28 +9,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MixedPrecisionOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from hybrid3d.train.megatron.changes import ChangeTracker
+from hybrid3d.reshard.delta.encoding import Changes, count_bits, num_bytes, pack_bits
+from hybrid3d.reshard.move.verify import checksum
 from hybrid3d.train.megatron.versions import set_in_megatron
 from hybrid3d.train.trained_model import BucketHook
 
+COMPARED_AT_ONCE = 1 << 22  # elements, which bounds the memory of a comparison
 BUCKETS = 8  # approximate number: each bucket has at least 1/8 of a rank's parameters
 
 
 def in_buckets(modules: Sequence[torch.nn.Module], **settings: Any) -> list[DistributedDataParallel]:
-    """Wrap modules in Megatron's DDP with buckets on every stage; it makes them on the first stage only.
-
-    Args:
-        settings: of `DistributedDataParallelConfig`.
-    """
+    """Wrap modules in Megatron's DDP with these settings; every stage has buckets, and not the first one alone."""
     parameters = sum(p.numel() for module in modules for p in module.parameters() if p.requires_grad)
     config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=-(-parameters // BUCKETS), **settings)
     groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -52,22 +52,24 @@ class BucketedOptimizer:
         self,
         optimizer: ChainedOptimizer,
         modules: Sequence[DistributedDataParallel],
-        tracks: bool = False,
-        separately_clipped: Collection[torch.nn.Parameter] | None = None,
+        tensors: Mapping[str, torch.Tensor],
+        tracks: bool,
+        separately_clipped: Collection[torch.nn.Parameter] | None,
     ):
         """
         Args:
+            tensors: this rank's weights by local name.
             tracks: track which elements of bfloat16 parameters change, which takes one bit of memory for each.
             separately_clipped: this rank's parameters that are clipped by the norm of their own gradient, over all
                 ranks, and do not count in that of the others; None if no rank has such parameters.
         """
         self._optimizer = optimizer
-        self.changes = ChangeTracker(modules if tracks else ())
+        self.changes = ChangeTracker(modules if tracks else (), tensors)
         self._stepped = [one for one in optimizer.chained_optimizers if not one.is_stub_optimizer]
         owner = {id(b): one for one in self._stepped for buffer in one.buffers for b in buffer.buckets}
-        self._separately_clipped = None
+        self._clipping = None
         if separately_clipped is not None:
-            self._separately_clipped = SeparateClipping(optimizer, self._stepped, separately_clipped)
+            self._clipping = SeparateClipping(optimizer, self._stepped, separately_clipped)
         self._buckets: list[tuple[Any, Any, set[torch.nn.Parameter]]] = []
         for module in modules:
             for group in _first_layers_first(module.bucket_groups, module.expert_parallel_bucket_groups):
@@ -81,34 +83,23 @@ class BucketedOptimizer:
         return len(self._buckets)
 
     def step(self, hook: BucketHook, accepts_grad_norm: Callable[[float], bool]) -> tuple[bool, float]:
-        """Step the optimizer bucket by bucket, if the gradient's norm is accepted.
-
-        Args:
-            hook: called after each bucket.
-            accepts_grad_norm: called with the norm before anything is updated.
-
-        Returns:
-            Whether the parameters were updated, and the norm of the gradient.
-        """
+        """Step and call the hook bucket by bucket if the norm is accepted; return whether it is, and the norm."""
         norms: list[float] = []
 
         def get_grad_norm() -> float:
-            apart = self._separately_clipped
-            norms.append(_grad_norm(self._optimizer) if apart is None else apart.begin())
+            norms.append(_grad_norm(self._optimizer) if self._clipping is None else self._clipping.begin())
             return norms[0]
 
         def step_with_ready_grads() -> bool:
-            if self._separately_clipped is not None:
-                self._separately_clipped.clip()
+            if self._clipping is not None:
+                self._clipping.clip()
             if not accepts_grad_norm(norms[0]):
                 return False
             self.changes.check()
             counts = [[_copied(group.get("step")) for group in one.optimizer.param_groups] for one in self._stepped]
             for number, (optimizer, group, params) in enumerate(self._buckets):
-                with (
-                    _only(optimizer, params, counts[self._stepped.index(optimizer)]),
-                    self.changes.recording(optimizer),
-                ):
+                counted = counts[self._stepped.index(optimizer)]
+                with _only(optimizer, params, counted), self.changes.recording(optimizer):
                     MixedPrecisionOptimizer.step_with_ready_grads(optimizer)
                 group.start_param_sync(force_sync=True)
                 self.changes.gather(group)
@@ -124,6 +115,115 @@ class BucketedOptimizer:
         return updated, norms[0]
 
 
+class ChangeTracker:
+    """Implements `ChangeSource` for a rank's bfloat16 parameters; changes accumulate over updates until `clear`.
+
+    Megatron's distributed optimizer keeps its part of the parameters in float32 and copies it over the model's
+    parameters in bfloat16, after which each data-parallel rank gathers the parts of the others. Before the copy the old
+    values are still there: they are compared with what replaces them, and the results, one bit an element, are gathered
+    like the parameters. No copy of old values is kept. Parameters of other dtypes are not tracked: all of their
+    elements count as changed. `bitmaps` has the names of `tensors`.
+    """
+
+    def __init__(self, modules: Sequence[DistributedDataParallel], tensors: Mapping[str, torch.Tensor]):
+        buffers = [buffer for m in modules for buffer in (*m.buffers, *m.expert_parallel_buffers)]
+        tracked = [buffer for buffer in buffers if buffer.param_dtype is torch.bfloat16]
+        self._buckets = [bucket for buffer in tracked for bucket in buffer.buckets]
+        # Two bytes more, so that every rank's part has the same number of whole bytes: see `gather`.
+        self._bits = [
+            torch.zeros(num_bytes(b.param_data.numel()) + 2, dtype=torch.uint8, device=b.param_data.device)
+            for b in self._buckets
+        ]
+        self._number = {id(bucket): number for number, bucket in enumerate(self._buckets)}
+        self._sums: list[torch.Tensor] = []
+        self._tensors = tensors
+        self.complete = False
+
+    @property
+    def elements(self) -> int:
+        return sum(bucket.param_data.numel() for bucket in self._buckets)
+
+    def count_changed(self) -> int:
+        return sum(int(count_bits(part)) for bits in self._bits for part in bits.split(COMPARED_AT_ONCE // 8))
+
+    def bitmaps(self) -> Changes:
+        places = [(b.param_data.untyped_storage()._cdata, b.param_data.storage_offset()) for b in self._buckets]
+        found = {}
+        for name, tensor in self._tensors.items():
+            for (storage, first), bucket, bits in zip(places, self._buckets, self._bits, strict=True):
+                start = tensor.storage_offset() - first
+                if tensor.untyped_storage()._cdata == storage and 0 <= start < bucket.param_data.numel():
+                    assert start % 8 == 0, "Megatron aligns parameters to 128 bytes"
+                    found[name] = bits[start // 8 : start // 8 + num_bytes(tensor.numel())]
+        return found
+
+    def check(self) -> bool:
+        sums = zip(self._buckets, self._sums, strict=True) if self._sums else ()  # as the last update made them
+        if not all(bool(checksum(bucket.param_data) == before) for bucket, before in sums):
+            self.complete = False
+        return self.complete
+
+    def clear(self) -> None:
+        for bits in self._bits:
+            bits.zero_()
+        if not self.complete:  # else they are those of the last update
+            self._sums = [checksum(bucket.param_data) for bucket in self._buckets]
+        self.complete = True
+
+    @contextmanager
+    def recording(self, optimizer: Any) -> Iterator[None]:
+        """Record the elements that change when this optimizer copies its parameters over the model's."""
+        copy = optimizer._copy_main_params_to_model_params
+
+        def compare_and_copy() -> None:
+            shards, models = optimizer.shard_fp32_from_float16_groups, optimizer.model_float16_groups
+            for main, model in zip(chain(*shards), chain(*models), strict=True):
+                buffer, _, number = optimizer.model_param_gbuf_map[model]
+                bucket = optimizer.buffers[buffer].buckets[number]
+                if id(bucket) not in self._number:
+                    continue  # it is not tracked
+                span = optimizer._get_model_param_range_map(model)["gbuf_world_in_bucket"]
+                old = bucket.param_data.view(-1)[span.start : span.end]
+                _mark(self._bits[self._number[id(bucket)]], span.start, old, main)
+            copy()
+
+        optimizer._copy_main_params_to_model_params = compare_and_copy  # shadows the method of its class
+        try:
+            yield
+        finally:
+            del optimizer._copy_main_params_to_model_params
+
+    def gather(self, group: Any) -> None:
+        """Gather the bits of a bucket group of Megatron's DDP, whose ranks have just gathered its parameters."""
+        ranks = group.intra_distributed_optimizer_instance_group
+        for bucket in group.buckets:
+            number = self._number.get(id(bucket))
+            if number is None:
+                continue
+            if self._sums:
+                self._sums[number] = checksum(bucket.param_data)
+            if ranks.size() == 1:
+                continue
+            bits, part = self._bits[number], bucket.param_data.numel() // ranks.size()
+            nbytes = part // 8 + 2  # a part may begin and end within a byte
+            first = [rank * part // 8 for rank in range(ranks.size())]
+            gathered = torch.empty(ranks.size() * nbytes, dtype=torch.uint8, device=bits.device)
+            dist.all_gather_into_tensor(gathered, bits[first[ranks.rank()] :][:nbytes].clone(), group=ranks)
+            for at, row in zip(first, gathered.split(nbytes), strict=True):
+                bits[at : at + nbytes] |= row
+
+
+def _mark(bits: torch.Tensor, start: int, old: torch.Tensor, main: torch.Tensor) -> None:
+    """Set the bits, from bit `start` on, of the elements that differ from what `main` will make of them."""
+    for at in range(0, old.numel(), COMPARED_AT_ONCE):
+        before = old[at : at + COMPARED_AT_ONCE]
+        after = main.view(-1)[at : at + COMPARED_AT_ONCE].to(before.dtype)
+        differ = before.view(torch.int16) != after.view(torch.int16)
+        packed = pack_bits(torch.nn.functional.pad(differ, ((start + at) % 8, 0)))
+        first = (start + at) // 8
+        bits[first : first + len(packed)] |= packed
+
+
 class SeparateClipping:
     """Clips the gradients of some parameters by a norm of their own, beside those of all others.
 
@@ -131,11 +231,7 @@ class SeparateClipping:
     """
 
     def __init__(self, optimizer: ChainedOptimizer, stepped: Sequence[Any], parameters: Collection[torch.nn.Parameter]):
-        """
-        Args:
-            stepped: those of the chained optimizers that have parameters.
-            parameters: of the model; the same on the ranks that share them, maybe none.
-        """
+        """Clip parameters that are the same on the ranks that share them, maybe none; `stepped` are not stubs."""
         self._optimizer, models = optimizer, {id(parameter) for parameter in parameters}
         pairs = [pair for one in stepped for groups in _model_and_main(one) for pair in zip(*groups, strict=True)]
         self._apart = [main for model, main in pairs if id(model) in models]
@@ -184,10 +280,8 @@ def place_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 def _first_layers_first(*kinds: Sequence[Any]) -> Iterator[Any]:
     """Yield groups of buckets, first layers first; Megatron fills them from the last layer on, for each kind."""
-    found = [
-        (-(i + 1) / len(groups), kind, group) for kind, groups in enumerate(kinds) for i, group in enumerate(groups)
-    ]
-    return (group for _, _, group in sorted(found, key=lambda one: one[:2]))
+    found = [(-(i + 1) / len(groups), group) for groups in kinds for i, group in enumerate(groups)]
+    return (group for _, group in sorted(found, key=lambda one: one[0]))  # stable: of equal ones, the first kind
 
 
 # Attributes of a distributed optimizer: groups of a model's parameters, and of the shards that it updates for them
@@ -205,11 +299,7 @@ def _model_and_main(optimizer: Any) -> Iterator[tuple[Sequence[Any], Sequence[An
 
 @contextmanager
 def _only(optimizer: Any, params: set[torch.nn.Parameter], counts: Sequence[Any]) -> Iterator[None]:
-    """Restrict a distributed optimizer to these model parameters.
-
-    Args:
-        counts: the step count of each group, where the optimizer counts by group.
-    """
+    """Restrict a distributed optimizer to these model parameters; `counts` as for `only_groups`."""
     kept: dict[str, list[list[Any]]] = {}
     mains: set[int] = set()
     for of_model, of_main in _GROUPS:
@@ -231,7 +321,7 @@ def _only(optimizer: Any, params: set[torch.nn.Parameter], counts: Sequence[Any]
 
 @contextmanager
 def only_groups(optimizer: torch.optim.Optimizer, mains: set[int], counts: Sequence[Any]) -> Iterator[None]:
-    """Restrict an optimizer to these parameters (by id); `counts` as for `_only`."""
+    """Restrict an optimizer to these parameters, by id; `counts`: the steps of each group, where it counts by group."""
     kept = [group["params"] for group in optimizer.param_groups]
     for group, count in zip(optimizer.param_groups, counts, strict=True):
         group["params"] = [main for main in group["params"] if id(main) in mains]

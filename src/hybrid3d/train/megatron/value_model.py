@@ -38,12 +38,7 @@ class ValueModel(MegatronModel):
         optimizer: Optimizer | None = None,
         path: str | None = None,
     ):
-        """
-        Args:
-            config: of the checkpoint: a language model's, or a sequence classifier's.
-            optimizer: its settings; None for a model that is not trained.
-            path: the checkpoint; None for the policy's.
-        """
+        """Build it from a language model's or a classifier's config; `path` None is the policy's checkpoint."""
         path = path or recipe.model.path
         config, head = language_model(config), read_index(path).get(VALUE_HEAD)
         if head is not None and head.shape != (1, config["hidden_size"]):
@@ -71,14 +66,9 @@ class ValueModel(MegatronModel):
         return recipe.critic.optimizer or recipe.optimizer
 
     def values(self, batch: Batch, recipe: Recipe) -> torch.Tensor | None:
-        """Return the value before each token is sampled, [B, T] float32; None on ranks without the output layer.
-
-        The value at a token is read at the position before it, as its log-probability is; at position 0 it is 0.
-        """
         return self._read(batch, lambda output, micro: self._per_token(output, micro, recipe), recipe)
 
     def scores(self, batch: Batch, recipe: Recipe) -> torch.Tensor | None:
-        """Return a reward model's score of each sequence, at its last token, [B] float32; None as for `values`."""
         return self._read(batch, lambda output, micro: micro.last(output).squeeze(-1), recipe)
 
     def _per_token(self, output: torch.Tensor, micro: MicroBatch, recipe: Recipe) -> torch.Tensor:

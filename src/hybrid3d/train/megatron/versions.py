@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import fields
 from functools import partial
 from importlib.metadata import version
@@ -12,15 +11,11 @@ from typing import Any
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import serialization
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.multi_token_prediction import (
-    MultiTokenPredictionBlock,
-    MultiTokenPredictionBlockSubmodules,
     MultiTokenPredictionLayer,
     MultiTokenPredictionLayerSubmodules,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from hybrid3d.patches import set_existing
 
@@ -46,17 +41,6 @@ MTP_RECOMPUTATION = frozenset(signature(MultiTokenPredictionLayer._checkpointed_
 CHOOSES_LATENT_NORMS = find_spec("megatron.core.transformer.mla_qk_norm_config") is not None
 
 
-def mtp_block(settings: TransformerConfig, specs: list[ModuleSpec], vp_stage: int | None) -> MultiTokenPredictionBlock:
-    """Return Megatron's block of layers for multi-token prediction.
-
-    Since 0.17 its layers are empty where the settings do not number them, and experts need all process groups.
-    """
-    numbered = copy.copy(settings)
-    set_in_megatron(numbered, mtp_num_layers=len(specs))
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    return MultiTokenPredictionBlock(numbered, MultiTokenPredictionBlockSubmodules(specs), vp_stage, groups)
-
-
 def submodules_of(spec: Any) -> Any:
     """Return the submodules of a part of a layer's spec, which may be a partial function since 0.18; None without."""
     if isinstance(spec, partial):
@@ -65,9 +49,5 @@ def submodules_of(spec: Any) -> Any:
 
 
 def set_in_megatron(owner: Any, **values: Any) -> None:
-    """Set attributes that an object of Megatron-Core has.
-
-    Raises:
-        MissingTarget: it has no such attribute, as in another version, which would not read it.
-    """
+    """Set attributes that an object of Megatron-Core has; MissingTarget if a version lacks it and would not read it."""
     set_existing(MEGATRON, owner, **values)

@@ -1,4 +1,4 @@
-"""Compares the tokenizer that transformers makes with the files that it was made from.
+"""Compares the tokenizer that transformers makes with its files, and tests its chat template, which is user code.
 
 Where files are missing, transformers guesses: the class from the model's type, and from the class special tokens and
 how texts are split. A guess that contradicts a file is refused; what no file says is reported.
@@ -7,20 +7,29 @@ how texts are split. A guess that contradicts a file is refused; what no file sa
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+import multiprocessing
+import resource
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from hybrid3d.config import Recipe
+from hybrid3d.inputs.files import read_object
 from hybrid3d.reshard.file_index import CheckpointError
-from hybrid3d.storage.user_files import UnreadableFile, read_json_file
+from hybrid3d.rl.chats import without_nulls
+from hybrid3d.rl.data_files import DataError, read_columns
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 # Texts of which every reading of a tokenizer's files makes the same tokens, and others
 PLAIN_TEXTS = ("a b", "It is 7 + 35, is it not?", "Paul has 73 eggs and finds 13 more. How many now?")
 OTHER_TEXTS = (" b", "a  b", "a\n\n b\t", "naïve 你好", "def f(x):\n    return x")
 
-Encode = Callable[[str], list[int]]
+ROWS = 4  # of each file, with which the template is tested
+SECONDS = 10.0  # that rendering them may take
+MEMORY = 2**30  # bytes that the process may allocate
+CHARACTERS = 2**24  # that a template may return for one prompt
 
 
 def check_tokenizer_files(folder: Path, tokenizer: Any) -> None:
@@ -65,14 +74,14 @@ def tokenizer_assumptions(folder: Path, tokenizer: Any) -> Iterator[str]:
     named = ", ".join(f"{name} {token!r}" for name, token in guessed.items() if token is not None)
     if named:
         yield f"no file of the tokenizer names {named}: assumed from its class, {type(tokenizer).__name__}"
-    if _read(folder, "tokenizer_config.json").get("tokenizer_class") is None:
+    if read_object(folder / "tokenizer_config.json").get("tokenizer_class") is None:
         yield f"no file names the tokenizer's class: {type(tokenizer).__name__} is assumed"
     ends, end = read_end_tokens(folder), getattr(tokenizer, "eos_token_id", None)
     if ends and end not in ends:
         yield f"the tokenizer's eos_token is {end}, and the model's config has eos_token_id {ends}: both end answers"
     elif not ends:
         yield f"no config names an eos_token_id: answers end with the tokenizer's, {end}"
-    inline, file = _read(folder, "tokenizer_config.json").get("chat_template"), folder / "chat_template.jinja"
+    inline, file = read_object(folder / "tokenizer_config.json").get("chat_template"), folder / "chat_template.jinja"
     if isinstance(inline, str) and file.is_file() and file.read_text(encoding="utf-8") != inline:
         yield "chat_template.jinja is used, and tokenizer_config.json has another chat template"
     for name, text, found, expected in _differing_texts(folder, tokenizer, OTHER_TEXTS):
@@ -85,16 +94,16 @@ def _declared_tokens(folder: Path) -> dict[str, Any]:
     return {
         name: value
         for file in ("special_tokens_map.json", "tokenizer_config.json")
-        for name, value in _read(folder, file).items()
+        for name, value in read_object(folder / file).items()
         if name in SPECIAL_TOKENS and value is not None
     }
 
 
 def _vocabulary(folder: Path) -> dict[str, int] | None:
     """Return the tokens that a folder's files number; None if they cannot be read here."""
-    own = _read(folder, "tokenizer.json")
-    added = {name: number for name, number in _read(folder, "added_tokens.json").items() if type(number) is int}
-    decoder = _read(folder, "tokenizer_config.json").get("added_tokens_decoder")
+    own = read_object(folder / "tokenizer.json")
+    added = {name: number for name, number in read_object(folder / "added_tokens.json").items() if type(number) is int}
+    decoder = read_object(folder / "tokenizer_config.json").get("added_tokens_decoder")
     for number, entry in decoder.items() if isinstance(decoder, dict) else ():
         if isinstance(entry, dict) and isinstance(entry.get("content"), str) and str(number).isdigit():
             added[entry["content"]] = int(number)
@@ -106,7 +115,7 @@ def _vocabulary(folder: Path) -> dict[str, int] | None:
         entries = own.get("added_tokens") or []
         return {**vocabulary, **{entry["content"]: entry["id"] for entry in entries}, **added}
     if (folder / "vocab.json").is_file():
-        return {**_read(folder, "vocab.json"), **added}
+        return {**read_object(folder / "vocab.json"), **added}
     pieces = _sentencepiece(folder)
     if pieces is not None:
         return {pieces.id_to_piece(number): number for number in range(pieces.get_piece_size())} | added
@@ -116,7 +125,7 @@ def _vocabulary(folder: Path) -> dict[str, int] | None:
 def read_end_tokens(folder: Path) -> list[int]:
     """Return the end tokens of the generation config, or else of the model's config."""
     for name in ("generation_config.json", "config.json"):
-        ends = _read(folder, name).get("eos_token_id")
+        ends = read_object(folder / name).get("eos_token_id")
         if ends is not None:
             return list(ends) if isinstance(ends, list) else [ends]
     return []
@@ -135,7 +144,7 @@ def _differing_texts(
             yield file, text, found, expected
 
 
-def _own_encode(folder: Path) -> tuple[str, Encode | None]:
+def _own_encode(folder: Path) -> tuple[str, Callable[[str], list[int]] | None]:
     """Return the file that says how texts are split, and its own way of doing so; None if it cannot be read here."""
     if (folder / "tokenizer.json").is_file():
         from tokenizers import Tokenizer
@@ -152,7 +161,7 @@ def _advice(folder: Path, file: str) -> str:
     """Return what makes transformers split texts as a file of the tokenizer says."""
     if file != "tokenizer.json":
         return "name the tokenizer_class in tokenizer_config.json, or add the tokenizer.json that belongs to the model"
-    present = _read(folder, "tokenizer_config.json").get("tokenizer_class")
+    present = read_object(folder / "tokenizer_config.json").get("tokenizer_class")
     is_there = "names no tokenizer_class" if present is None else f"has {present!r}"
     return f'set "tokenizer_class": "PreTrainedTokenizerFast" in tokenizer_config.json, which {is_there}'
 
@@ -173,10 +182,64 @@ def _pieces(tokenizer: Any, tokens: list[int]) -> list[str]:
     return [str(piece) for piece in tokenizer.convert_ids_to_tokens(tokens)[:12]]
 
 
-def _read(folder: Path, name: str) -> Mapping[str, Any]:
-    """Return the object in a JSON file, empty without one; other checks report a file that is damaged."""
+def check_chat_template(recipe: Recipe, tokenizer: Any) -> None:
+    """Render the first prompts of the data, to find a template that loops or allocates without end.
+
+    An error that the template raises is not reported here: `PromptData.read` counts the row as broken.
+
+    Raises:
+        DataError: the tokenizer has no template, or the template takes too long or too much memory, or returns no text.
+    """
+    data = recipe.data
+    if not tokenizer.chat_template:
+        raise DataError("data.chat_template=true, but the tokenizer has no chat template: set it to false")
+    files = (data.train, data.eval, *recipe.evaluation.data.values())
+    prompts = [row for path in files for row in read_columns(path, (data.prompt,), (data.prompt,), first=ROWS)[0]]
+    context = multiprocessing.get_context("fork")  # inherits the loaded tokenizer; rendering starts no threads
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_render, args=(sender, tokenizer, prompts), daemon=True)
+    process.start()
+    sender.close()
+    problem = f"it does not end within {SECONDS:g} s"
     try:
-        content = read_json_file(folder / name)
-    except UnreadableFile:
-        return {}
-    return content if isinstance(content, dict) else {}
+        if receiver.poll(SECONDS):
+            problem = receiver.recv()
+    except EOFError:
+        process.join(SECONDS)
+        problem = f"its process ended with exit code {process.exitcode}"
+    finally:
+        process.kill()
+        process.join()
+        receiver.close()
+    if problem:
+        where = f"{Path(recipe.model.path)}: the tokenizer's chat template"
+        raise DataError(f"{where} cannot be used: {problem}: repair it, or set data.chat_template to false")
+
+
+def _render(connection: Connection, tokenizer: Any, prompts: list[Any]) -> None:
+    """Render the prompts under a memory limit, and send the first problem, or an empty text."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
+    limit = pages * resource.getpagesize() + MEMORY
+    with suppress(ValueError, OSError):  # a lower limit is already set
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        problem = next(filter(None, (_problem_of(tokenizer, prompt) for prompt in prompts)), "")
+    except MemoryError:
+        problem = f"it takes more than {MEMORY // 2**20} MiB of memory"
+    connection.send(problem)
+
+
+def _problem_of(tokenizer: Any, prompt: Any) -> str:
+    if prompt is None:
+        return ""
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    try:
+        text = tokenizer.apply_chat_template(without_nulls(turns), add_generation_prompt=True, tokenize=False)
+    except MemoryError:
+        raise
+    except Exception:
+        return ""  # `PromptData.read` reports the row
+    if not isinstance(text, str):
+        return f"it returns {type(text).__name__}, not a text"
+    return f"it returns {len(text):,} characters for one prompt" if len(text) > CHARACTERS else ""
