@@ -43,16 +43,12 @@ def summarize(recipe: Recipe, scaled: str, measured: dict[str, Any], changed: fl
     """
     seconds = measured["seconds"]
     assert recipe.rollout is not None, "scale_recipe refuses a recipe without it"
-    layout = {
-        "train": asdict(recipe.train),
-        "rollout": asdict(recipe.rollout),
-    }
     return {
         "name": recipe.name,
         "ranks": recipe.world_size,
         "generation_ranks": recipe.generation_ranks,
         "scaled": scaled,
-        "layout": layout,
+        "layout": {"train": asdict(recipe.train), "rollout": asdict(recipe.rollout)},
         "coverage": "exact" if all(measured["bit_exact"].values()) else "wrong",
         **({} if changed is None else {"changed_fraction": changed}),
         **measured,
@@ -135,8 +131,7 @@ def format_table(found: dict[str, Any], methods: Mapping[str, str] = METHODS) ->
         f"Verified by checksums at both ends: {seconds['verified']:.3f} s instead of {seconds['hybrid3d']:.3f} s, "
         f"which is {100 * ratios['verification']:.0f} % of a whole sync.",
     ]
-    if "delta" in seconds:
-        said += _delta_lines(found)
+    said += _delta_lines(found) if "delta" in seconds else []
     names = {"hybrid3d": "hybrid3d's row", "delta": "its changed elements' row", "sync": "a whole sync"}
     names |= {"delta_sync": "a whole sync of changed elements"}
     where = [

@@ -137,12 +137,9 @@ def _problems(config: Config, recipe: Recipe, scale: Scale) -> Iterator[str]:
         yield "the model has no experts"
         return
     if scale.hidden:
-        unfit = False
-        for key in WIDTHS:
-            size = config.get(key)
-            if isinstance(size, int) and size * scale.hidden % config["hidden_size"]:
-                unfit = True
-                yield f"{key} would be {size * scale.hidden / config['hidden_size']:.2f}"
+        sizes = {key: config[key] * scale.hidden for key in WIDTHS if isinstance(config.get(key), int)}
+        unfit = {key: size / config["hidden_size"] for key, size in sizes.items() if size % config["hidden_size"]}
+        yield from (f"{key} would be {size:.2f}" for key, size in unfit.items())
         if unfit:
             return
     if scale.layers is not None and scale.layers <= (1 if config.get("first_k_dense_replace") else 0):

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 
 from hybrid3d import distributed, launch_environment
-from hybrid3d.bench.gathering import GatherBaseline, Peers
+from hybrid3d.bench.baselines import GatherBaseline, Peers, Wire, bytes_by_peer
 from hybrid3d.bench.values import SyntheticChanges, SyntheticWeights, fill, wrong
-from hybrid3d.bench.wire import Wire, bytes_by_peer
 from hybrid3d.config import Recipe
 from hybrid3d.config.interval import is_due
 from hybrid3d.distributed import RoleGroups
@@ -32,7 +31,6 @@ from hybrid3d.train.megatron.build import build_model
 from hybrid3d.train.megatron.runtime import gather_groups
 from hybrid3d.train.megatron.source import MegatronWeights, megatron_weights
 
-ProgressCallback = Callable[[str], None]
 T = TypeVar("T")
 
 
@@ -98,7 +96,7 @@ class Bench:
         groups: RoleGroups,
         slots: Sequence[int],
         changed: float | None,
-        on_progress: ProgressCallback,
+        on_progress: Callable[[str], None],
     ):
         self._groups = groups
         self.group = group = groups.everyone
@@ -228,7 +226,11 @@ class Bench:
                 self._phases = {method: defaultdict(float) for method in self._phases}
         phases = distributed.gather_objects(self._phases, self.group)
         numbers = self._numbers()
-        self._close()
+        dist.barrier(self.group)
+        rank, ranks = self.group.rank(), self.group.size()
+        if self._engine is not None:
+            self._engine.close()  # destroys the groups
+        wait_for_all(self._groups.store, rank, ranks)
         return {
             **numbers,
             "bit_exact": {name: not wrong for name, wrong in exact.items()},
@@ -314,14 +316,6 @@ class Bench:
             "max_bitmap_bytes": sum(bits.nbytes for bits in self._bits.values()) + done.scratch_bytes,
             "delta_operations": self._delta.operations,
         }
-
-    def _close(self) -> None:
-        """Shut vLLM down."""
-        dist.barrier(self.group)
-        rank, ranks = self.group.rank(), self.group.size()
-        if self._engine is not None:
-            self._engine.close()  # destroys the groups
-        wait_for_all(self._groups.store, rank, ranks)
 
 
 def _means(of_ranks: Sequence[Mapping[str, float]], repeats: int) -> dict[str, float]:

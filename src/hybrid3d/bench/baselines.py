@@ -1,16 +1,16 @@
-"""A baseline with the same engines at both ends: every tensor is gathered on every rank.
+"""What a sync is compared with, between the same engines: a gather of every tensor on every rank, and pure transport.
 
-Each stage broadcasts what it holds to the ranks at the same position of the other stages. TP groups, and for experts
-the groups of EP x ETP, then all-gather it, and each rank copies what vLLM wants. This runs in buckets: while two are
-broadcast, the previous one is gathered, and the one before that copied. Broadcasts and all-gathers consist of sends and
-receives that are all in flight at once, as hybrid3d's are.
+In the gather, each stage broadcasts what it holds to the ranks at the same position of the other stages. TP groups,
+and for experts the groups of EP x ETP, then all-gather it, and each rank copies what vLLM wants. This runs in buckets:
+while two are broadcast, the previous one is gathered, and the one before that copied. Broadcasts and all-gathers
+consist of sends and receives that are all in flight at once, as hybrid3d's are.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from hybrid3d.reshard.plan.layout import (
     contiguous_stride,
     pieces_by_name,
 )
+from hybrid3d.reshard.plan.planner import RankPlan
 
 BROADCASTS_IN_FLIGHT = 2  # buckets that are broadcast while one is gathered
 BUFFERS = BROADCASTS_IN_FLIGHT + 2
@@ -188,12 +189,12 @@ class GatherBaseline:
 
     def _start_broadcast(self, number: int) -> Pending:
         """Pack a bucket on the ranks that hold it, and start its broadcast to the other stages."""
-        bucket, column = self._buckets[number], self._peers.columns[self._peers.rank]
+        bucket = self._buckets[number]
         bucket.packing.run()
         if bucket.root != self._peers.rank:
             self._transport.submit_recv(bucket.local, bucket.root, 2 * number)
         else:
-            for other in column:
+            for other in self._peers.columns[self._peers.rank]:
                 if other != self._peers.rank:
                     self._transport.submit_send(bucket.local, other, 2 * number)
         return self._transport.run()
@@ -229,11 +230,9 @@ class GatherBaseline:
             for other in bucket.ranks:
                 sent[other] += bucket.nbytes
                 received[other] += bucket.nbytes
-        return exclude_rank(sent, self._peers.rank), exclude_rank(received, self._peers.rank)
-
-
-def exclude_rank(counts: dict[int, int], rank: int) -> dict[int, int]:
-    return {other: nbytes for other, nbytes in counts.items() if other != rank}
+        for counts in (sent, received):
+            counts.pop(self._peers.rank, None)
+        return sent, received
 
 
 def _buckets(peers: Peers, limit: int) -> Iterator[_Bucket]:
@@ -244,10 +243,8 @@ def _buckets(peers: Peers, limit: int) -> Iterator[_Bucket]:
         for rank, found in zip(column, _kinds(peers, column, everywhere), strict=True)
     }
     column = peers.columns[peers.rank]
-    every = []
-    for stage, rank in enumerate(
-        column
-    ):  # alternate between the layers of all stages, so that all stages send at the same time
+    every = []  # alternates between the layers of all stages, so that all stages send at the same time
+    for stage, rank in enumerate(column):
         layers = sorted({layer for layer, _, _ in kinds[rank] if layer is not None})
         every += [(kind[0] is None, kind[0] and layers.index(kind[0]), stage, kind) for kind in kinds[rank]]
     for _, _, stage, kind in sorted(every):
@@ -299,7 +296,10 @@ def _cut(members: list[list[Piece]], limit: int) -> Iterator[list[list[Piece]]]:
     if any(of_member != sizes[0] for of_member in sizes):
         yield members
         return
-    small = [[part for piece in pieces for part in _split(piece, limit)] for pieces in members]
+    small = [
+        [replace(piece, box=box) for piece in pieces for box in piece.box.split(max(1, limit // ITEMSIZE[piece.dtype]))]
+        for pieces in members
+    ]
     first, load = 0, 0
     for i, piece in enumerate(small[0]):
         if load and load + piece.nbytes > limit:
@@ -309,20 +309,62 @@ def _cut(members: list[list[Piece]], limit: int) -> Iterator[list[list[Piece]]]:
     yield [pieces[first:] for pieces in small]
 
 
-def _split(piece: Piece, limit: int) -> list[Piece]:
-    boxes = piece.box.split(max(1, limit // ITEMSIZE[piece.dtype]))
-    return [Piece(piece.name, box, piece.view, piece.dtype) for box in boxes]
-
-
 def _pack_views(pieces: Sequence[Piece]) -> list[Piece]:
     """Return the pieces with views of one contiguous buffer."""
     found, at = [], 0
     for piece in pieces:
-        view = View("", at, contiguous_stride(piece.box.size))
-        found.append(Piece(piece.name, piece.box, view, piece.dtype))
+        found.append(replace(piece, view=View("", at, contiguous_stride(piece.box.size))))
         at += piece.box.numel
     return found
 
 
 def _view(flat: torch.Tensor, piece: Piece) -> torch.Tensor:
     return strided_view(flat.view(getattr(torch, piece.dtype)), piece.view, piece.box.size)
+
+
+class Wire:
+    """Pure transport: sends one message to each peer and receives one from each, all at once, and copies what stays.
+
+    Args:
+        sent, received: bytes by peer.
+        stays: bytes that are copied within this rank.
+    """
+
+    def __init__(
+        self,
+        sent: Mapping[int, int],
+        received: Mapping[int, int],
+        stays: int,
+        transport: Transport,
+        device: torch.device,
+    ):
+        self._transport = transport
+        outgoing = torch.zeros(max(sent.values(), default=0), dtype=torch.uint8, device=device)
+        self._sends = [(outgoing[:nbytes], dst) for dst, nbytes in sent.items()]
+        self._receives = [(torch.zeros(n, dtype=torch.uint8, device=device), src) for src, n in received.items()]
+        self._stays, self._copy = (torch.zeros(stays, dtype=torch.uint8, device=device) for _ in range(2))
+        self.operations = len(self._sends) + len(self._receives) + (1 if stays else 0)
+
+    def run(self) -> int:
+        """Run once, and return the received bytes."""
+        before = self._transport.received_bytes
+        for flat, src in self._receives:
+            self._transport.submit_recv(flat, src, 0)
+        for flat, dst in self._sends:
+            self._transport.submit_send(flat, dst, 0)
+        pending = self._transport.run()
+        self._copy.copy_(self._stays)
+        pending.wait()
+        return self._transport.received_bytes - before
+
+
+def bytes_by_peer(plan: RankPlan) -> tuple[dict[int, int], dict[int, int]]:
+    """Return the bytes that a rank's plan sends to each peer, and receives from it, by peer."""
+    sent: dict[int, int] = defaultdict(int)
+    received: dict[int, int] = defaultdict(int)
+    for t in plan.transfers:
+        if not t.is_local and t.src == plan.rank:
+            sent[t.dst] += t.nbytes
+        elif not t.is_local:
+            received[t.src] += t.nbytes
+    return sent, received
