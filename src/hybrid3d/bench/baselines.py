@@ -44,20 +44,14 @@ Kind = tuple[int | None, str, str]
 
 @dataclass(frozen=True)
 class Peers:
-    """What a rank needs to know about the other ranks.
-
-    Attributes:
-        signatures: what each rank holds.
-        tp, experts: the ranks over which this rank's weights are all-gathered.
-        columns: for each rank, the ranks at its position of every stage, in the order of the stages.
-    """
+    """What a rank needs to know about the other ranks."""
 
     rank: int
-    signatures: Sequence[Signature]
+    signatures: Sequence[Signature]  # what each rank holds
     shapes: Mapping[str, Shape]
-    tp: Sequence[int]
-    experts: Sequence[int]
-    columns: Sequence[Sequence[int]]
+    tp: Sequence[int]  # the ranks over which this rank's weights are all-gathered
+    experts: Sequence[int]  # those for its experts
+    columns: Sequence[Sequence[int]]  # for each rank, those at its position of every stage, in the order of the stages
 
     @classmethod
     def create(
@@ -74,42 +68,27 @@ class Peers:
 
 @dataclass
 class _Bucket:
-    """Parts of tensors of one layer and dtype that are gathered together.
-
-    Attributes:
-        root: the rank of this rank's column that holds its part.
-        ranks: the ranks whose parts are gathered; only this one if each column has the whole bucket.
-        members: the pieces of each of these ranks, in the order in which they are stored in that rank's part.
-        parts: the memory of each part, including `local`.
-        nbytes: the bytes of the longest part.
-    """
+    """Parts of tensors of one layer and dtype that are gathered together."""
 
     layer: int | None
-    root: int
-    ranks: Sequence[int]
-    members: list[list[Piece]]
+    root: int  # the rank of this rank's column that holds its part
+    ranks: Sequence[int]  # whose parts are gathered; only this one if each column has the whole bucket
+    members: list[list[Piece]]  # of each of these ranks, in the order in which they are stored in that rank's part
     opens: bool = False
     closes: bool = False
     local: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    parts: list[torch.Tensor] = field(default_factory=list)
+    parts: list[torch.Tensor] = field(default_factory=list)  # the memory of each, including `local`
     packing: BatchedCopies = field(default_factory=BatchedCopies)
     unpacking: BatchedCopies = field(default_factory=BatchedCopies)
 
     @property
     def nbytes(self) -> int:
+        """The bytes of the longest part."""
         return max(sum(piece.nbytes for piece in pieces) for pieces in self.members)
-
-    @property
-    def buffer_bytes(self) -> int:
-        return align_up(self.nbytes) * len(self.members)
 
 
 class GatherBaseline:
-    """Gathers every tensor on this rank, one bucket at a time. Every rank calls `run` together.
-
-    Attributes:
-        nbytes: the bytes of its buffers.
-    """
+    """Gathers every tensor on this rank, one bucket at a time. Every rank calls `run` together."""
 
     def __init__(
         self,
@@ -124,8 +103,8 @@ class GatherBaseline:
         self._sink = wanted[1]
         self._transport = transport
         self._buckets = list(_buckets(peers, bucket_bytes))
-        sizes = [[bucket.buffer_bytes for bucket in self._buckets[turn::BUFFERS]] for turn in range(BUFFERS)]
-        memory = [DeviceBuffer(max(of_turn, default=0), device) for of_turn in sizes]
+        sizes = [align_up(bucket.nbytes) * len(bucket.members) for bucket in self._buckets]
+        memory = [DeviceBuffer(max(sizes[turn::BUFFERS], default=0), device) for turn in range(BUFFERS)]
         holds, wants = pieces_by_name(held[0].pieces), pieces_by_name(wanted[0].pieces)
         for i, bucket in enumerate(self._buckets):
             self._place(bucket, memory[i % BUFFERS])
@@ -136,7 +115,7 @@ class GatherBaseline:
             bucket.unpacking.merge()
             bucket.opens = i == 0 or self._buckets[i - 1].layer != bucket.layer
             bucket.closes = i == len(self._buckets) - 1 or self._buckets[i + 1].layer != bucket.layer
-        self.nbytes = sum(one.nbytes for one in memory)
+        self.nbytes = sum(one.nbytes for one in memory)  # of its buffers
 
     @property
     def operations(self) -> int:
@@ -259,16 +238,12 @@ def _held_in_full(peers: Peers) -> list[set[str]]:
     """Return, for each stage, the tensors that each of its ranks holds in full; other tensors are gathered."""
     found = []
     for ranks in zip(*peers.columns, strict=True):
-        of_ranks = [
-            {
-                name
-                for boxes, names in peers.signatures[rank].items()
-                for name in names
-                if any(box == Box.full(peers.shapes[name]) for box, _ in boxes)
-            }
+        held = [
+            [(name, box) for boxes, names in peers.signatures[rank].items() for name in names for box, _ in boxes]
             for rank in ranks
         ]
-        found.append(set.intersection(*of_ranks))
+        in_full = [{name for name, box in of_rank if box == Box.full(peers.shapes[name])} for of_rank in held]
+        found.append(set.intersection(*in_full))
     return found
 
 
@@ -325,9 +300,7 @@ def _view(flat: torch.Tensor, piece: Piece) -> torch.Tensor:
 class Wire:
     """Pure transport: sends one message to each peer and receives one from each, all at once, and copies what stays.
 
-    Args:
-        sent, received: bytes by peer.
-        stays: bytes that are copied within this rank.
+    `sent` and `received` are bytes by peer, and `stays` the bytes that are copied within this rank.
     """
 
     def __init__(

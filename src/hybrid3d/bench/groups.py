@@ -35,7 +35,6 @@ class GroupMeasurement:
 
     Attributes:
         name: of the group: an axis of the train layout, `sync`, or `copies` for copies of a rank alone.
-        operation: what was measured.
         ranks: the number of ranks in a group.
         link: which of a machine's numbers is measured, as in `Machine`: `nvlink`, `network` or `copies`.
         bandwidth: bytes per second that a rank sends; of collectives, the bus bandwidth as nccl-tests defines it,
@@ -55,16 +54,12 @@ class GroupMeasurement:
 
 @dataclass(frozen=True)
 class _Pattern:
-    """An operation of this rank in one of its groups.
-
-    Attributes:
-        bus_factor: of the bytes of the operation, what a rank sends at least, which nccl-tests' bus bandwidth counts.
-    """
+    """An operation of this rank in one of its groups."""
 
     operation: str
     ranks: int
     link: str
-    bus_factor: float
+    bus_factor: float  # of the operation's bytes, what a rank sends at least, which nccl-tests' bus bandwidth counts
     make: Operation
 
 

@@ -36,11 +36,7 @@ COLORS = {"hybrid3d": "C0", "delta": "C0", "gather": "C1"}
 
 
 def summarize(recipe: Recipe, scaled: str, measured: dict[str, Any], changed: float | None) -> dict[str, Any]:
-    """Return what `hybrid3d bench --json` prints: the measurements, ratios, the machine and the date.
-
-    Args:
-        changed: the fraction of elements that syncs of changed elements send, if they were measured.
-    """
+    """Return what `hybrid3d bench --json` prints: the measurements, ratios, the machine and the date."""
     seconds = measured["seconds"]
     assert recipe.rollout is not None, "scale_recipe refuses a recipe without it"
     return {
@@ -99,11 +95,7 @@ def describe_machine() -> str:
 
 
 def format_table(found: dict[str, Any], methods: Mapping[str, str] = METHODS) -> str:
-    """Return the measurements as a Markdown table with lines of text below it.
-
-    Args:
-        methods: the methods that have a row, if they were measured, with their names.
-    """
+    """Return the measurements as a Markdown table of the methods that were measured, with lines of text below it."""
     ratios, layout = found["ratios"], found["layout"]
     rows = [
         f"{found['name']}: {found['ranks']} ranks; {_sides(layout)}{_split(found)}; scaled: {found['scaled']}; "

@@ -44,11 +44,9 @@ class Scale:
 def scale_recipe(recipe: Recipe, scale: Scale, changed: float | None = None) -> tuple[Recipe, dict[str, Any]]:
     """Return the recipe of the benchmark, and its model's config, to be written to the recipe's `model.path`.
 
-    The settings of generation (KV cache, lengths) are as small as possible.
-
-    Args:
-        changed: the fraction of elements that syncs of changed elements send. vLLM then keeps its weights, and on a CPU
-            keeps them as they are loaded, because otherwise it packs nearly all of them.
+    The settings of generation (KV cache, lengths) are as small as possible. If syncs send only the fraction `changed`
+    of the elements, vLLM keeps its weights, and on a CPU keeps them as they are loaded, because otherwise it packs
+    nearly all of them.
 
     Raises:
         RecipeError: a size is invalid (the message has the smallest valid one), or the model does not fit the layouts.

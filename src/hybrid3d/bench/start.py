@@ -36,9 +36,6 @@ PROCESS_BYTES = 1_500_000_000  # of a rank that has imported both engines, witho
 def check_benchmark_memory(recipe: Recipe, config: Config, changed: float | None = None) -> None:
     """Check that both engines' weights and the buffers of all methods fit. Under a launcher, only rank 0 checks.
 
-    Args:
-        changed: the fraction of elements that syncs of changed elements send, if they are measured.
-
     Raises:
         RecipeError: they do not fit; the message has the needed and the available bytes.
     """
@@ -84,9 +81,8 @@ def bench(
 ) -> None:
     """Measure the sync of a model of this config, a gather on every rank, and the network itself.
 
-    Args:
-        scaling: describes how the model was scaled down.
-        changed: also measure syncs of this fraction of all elements.
+    `scaling` describes how the model was scaled down. Syncs of the fraction `changed` of all elements are measured too,
+    if it is not None.
     """
     console = start.console
     print_status = console.print if console is not None and not as_json else lambda message: None

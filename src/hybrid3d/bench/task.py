@@ -35,17 +35,14 @@ T = TypeVar("T")
 
 
 class Method(Protocol):
-    """Another way to bring all weights from Megatron to vLLM, which the sync is compared with.
+    """Another way to bring all weights from Megatron to vLLM, which the sync is compared with."""
 
-    Attributes:
-        nbytes: the bytes of its buffers.
-        operations: the sends, receives and copies of a run.
-    """
-
-    nbytes: int
+    nbytes: int  # of its buffers
 
     @property
-    def operations(self) -> int: ...
+    def operations(self) -> int:
+        """The sends, receives and copies of a run."""
+        ...
 
     def run(self) -> int:
         """Run once, and return the received bytes."""
@@ -173,11 +170,7 @@ class Bench:
         self._methods["gather_wire"] = Wire(*gather.bytes_by_peer(), local_bytes, sync.transport, device()).run
 
     def compare(self, name: str, method: Method, of_changes: bool = False) -> None:
-        """Add a method that is checked, timed and counted like the sync.
-
-        Args:
-            of_changes: it sends the elements that have changed, and not all of them.
-        """
+        """Add a method that is checked, timed and counted like the sync; one `of_changes` sends changed elements."""
         self._compared[name] = method
         self._methods[name] = lambda: self._whole(method.run)
         if of_changes:

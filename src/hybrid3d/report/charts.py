@@ -19,19 +19,14 @@ Points = Sequence[tuple[float, float | None]]
 
 @dataclass(frozen=True)
 class Curve:
-    """One metric of one run: (step, value) pairs, None where the value is not finite.
-
-    Attributes:
-        style: the number of its color, and that of its dashes.
-        trend: the means of spans of steps, if there are too many points to see them.
-    """
+    """One metric of one run: (step, value) pairs, None where the value is not finite."""
 
     run: int
     key: str
     label: str
     points: Points
-    style: tuple[int, int]
-    trend: Points
+    style: tuple[int, int]  # the number of its color, and that of its dashes
+    trend: Points  # the means of spans of steps, if there are too many points to see them
 
 
 @dataclass(frozen=True)
@@ -84,12 +79,7 @@ def draw_chart(
     limits: Sequence[Limit],
     marks: Sequence[tuple[float, str]],
 ) -> Chart | None:
-    """Draw curves; None if there is no point.
-
-    Args:
-        steps: the first and the last step of the horizontal axis.
-        marks: the steps of events, with their texts.
-    """
+    """Draw curves, from the first to the last of `steps`, and events as (step, text); None if there is no point."""
     values = [value for curve in curves for _, value in curve.points if value is not None]
     if not values:
         return None

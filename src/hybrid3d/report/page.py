@@ -15,7 +15,7 @@ from hybrid3d.errors import escape_control_characters
 from hybrid3d.report import tables
 from hybrid3d.report.charts import TREND_SPANS, Points, format_value, thin, trend
 from hybrid3d.report.panels import OTHER, draw_sections, event_details
-from hybrid3d.report.run_data import Row, RunRecords, SampleSelection, setting_text, shorten
+from hybrid3d.report.run_data import Event, Row, RunRecords, SampleSelection, setting_text, shorten
 from hybrid3d.report.tables import MEASURED_ON, NOT_OF_THE_STEP, STEP, meaning_of, phases_of
 from hybrid3d.report.timeline import ACTIVITIES, RankSpans, Timeline, cause_text
 from hybrid3d.report.timeline import OTHER as OTHER_ACTIVITY
@@ -48,9 +48,7 @@ def make_page(
 ) -> str:
     """Return the page of one run or of two side by side.
 
-    Args:
-        samples: a selection for each run, of `SAMPLES_BYTES` together.
-        plans: the numbers of `hybrid3d plan` for each run, or None.
+    Each run has a selection of samples, of `SAMPLES_BYTES` together, and the numbers of `hybrid3d plan`, or None.
     """
     import jinja2
 
@@ -206,13 +204,13 @@ def _shown_ranks(timeline: Timeline) -> Sequence[RankSpans]:
     return timeline.ranks[:: -(-len(timeline.ranks) // MAX_TIMELINE_ROWS)]
 
 
-def _event_context(event: Mapping[str, Any]) -> dict[str, Any]:
+def _event_context(event: Event) -> dict[str, Any]:
     step = event.get("step")
     return {
         "time": "" if event["time"] is None else _utc(event["time"]),
         "step": "" if step is None else shorten(str(step), 20, 0),
         "event": shorten(event["event"], 60, 0),
-        "details": shorten(event_details(dict(event)), MAX_DETAILS, 0),
+        "details": shorten(event_details(event), MAX_DETAILS, 0),
         "warning": event["event"] in WARNINGS,
     }
 

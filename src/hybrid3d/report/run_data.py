@@ -40,28 +40,18 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class RunRecords:
-    """What the folder of a run holds, except for its samples.
-
-    Attributes:
-        name: the recipe's name of the run.
-        state: FINISHED, GOING_ON (a process uses the folder), or STOPPED before the end.
-        settings: the recipe's settings by their dotted keys.
-        rows: those of metrics.jsonl, by step, with those of memory.jsonl; a value that is not finite is None.
-        memory_device: whose memory was measured, `cuda` or `cpu`; None if none was.
-        unreadable: by file, the number of lines that are no records, such as one that a crash has cut off.
-        failures: the reasons of ranks that have failed.
-    """
+    """What the folder of a run holds, except for its samples."""
 
     path: Path
-    name: str
-    state: str
-    settings: dict[str, Any]
-    rows: Sequence[Row]
-    memory_device: str | None
+    name: str  # the recipe's name of the run
+    state: str  # FINISHED, GOING_ON (a process uses the folder), or STOPPED before the end
+    settings: dict[str, Any]  # of the recipe, by their dotted keys
+    rows: Sequence[Row]  # of metrics.jsonl, by step, with those of memory.jsonl; a value that is not finite is None
+    memory_device: str | None  # whose memory was measured, `cuda` or `cpu`; None if none was
     events: Sequence[Event]
     timeline: Timeline | None
-    failures: Sequence[str]
-    unreadable: dict[str, int]
+    failures: Sequence[str]  # the reasons of ranks that have failed
+    unreadable: dict[str, int]  # by file, the lines that are no records, such as one that a crash has cut off
 
     @property
     def steps(self) -> int | None:
@@ -231,21 +221,13 @@ def setting_text(value: Any) -> str:
 
 @dataclass
 class SampleSelection:
-    """The samples of a run that fit a budget of bytes: those of every n-th step and of the last.
+    """The samples of a run that fit a budget of bytes: those of every n-th step and of the last."""
 
-    Attributes:
-        shown: the samples, as the page embeds them.
-        total: how many there are in the file.
-        every: n.
-        shortened: how many of those shown have a text that is cut in its middle.
-        unreadable: how many lines of the file are no samples.
-    """
-
-    shown: list[dict[str, Any]] = field(default_factory=list)
-    total: int = 0
-    every: int = 1
-    shortened: int = 0
-    unreadable: int = 0
+    shown: list[dict[str, Any]] = field(default_factory=list)  # as the page embeds them
+    total: int = 0  # in the file
+    every: int = 1  # n
+    shortened: int = 0  # of those shown, how many have a text that is cut in its middle
+    unreadable: int = 0  # lines of the file that are no samples
 
 
 def select_samples(path: Path, max_bytes: int) -> SampleSelection:

@@ -6,7 +6,7 @@ import json
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ MAX_BYTES = 2**27  # of the file
 MAX_ROLE = 60  # characters of a role's name
 MAX_PEAK = 1e18  # bytes
 
-
 CAUSES = {"eval": "evaluate", "reward": "compute rewards", "record": "record the step", OTHER: "do other work"}
 
 
@@ -31,40 +30,31 @@ def cause_text(cause: str) -> str:
 
 @dataclass(frozen=True)
 class RankSpans:
-    """What a rank did: its activities, each with its begin and end in seconds since the step began.
-
-    Attributes:
-        peaks: the most bytes of memory that it used during each of them, if that was measured.
-    """
+    """What a rank did: its activities, each with its begin and end in seconds since the step began."""
 
     rank: int
     role: str
     spans: Sequence[tuple[str, float, float]]
-    peaks: Mapping[str, float] = field(default_factory=dict)
+    peaks: Mapping[str, float]  # the most bytes of memory that it used during each of them, if that was measured
 
 
 @dataclass(frozen=True)
 class RoleSeconds:
-    """How the ranks of a role spent a step, in seconds per rank on average.
-
-    Attributes:
-        busy: by activity.
-        idle: by what other ranks did meanwhile, or NOBODY.
-    """
+    """How the ranks of a role spent a step, in seconds per rank on average."""
 
     role: str
     ranks: int
-    busy: dict[str, float]
-    idle: dict[str, float]
+    busy: dict[str, float]  # by activity
+    idle: dict[str, float]  # by what other ranks did meanwhile, or NOBODY
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """The timeline of a step; `seconds` is its length."""
+    """The timeline of a step."""
 
     step: int | None
     ranks: Sequence[RankSpans]
-    seconds: float
+    seconds: float  # of the step
 
     def by_role(self) -> list[RoleSeconds]:
         """Return how the ranks of each role spent the step.
@@ -85,9 +75,8 @@ class Timeline:
                 for begin, end in _gaps(working, self.seconds):
                     for cause, seconds in idle.during(begin, end):
                         causes[cause] += seconds / len(of_role)
-            found.append(
-                RoleSeconds(role, len(of_role), dict(busy), dict(sorted(causes.items(), key=lambda one: -one[1])))
-            )
+            sorted_causes = dict(sorted(causes.items(), key=lambda one: -one[1]))
+            found.append(RoleSeconds(role, len(of_role), dict(busy), sorted_causes))
         return found
 
     def attributed_fraction(self) -> float:
@@ -150,18 +139,15 @@ def read_timeline(path: Path) -> Timeline | None:
         step = trace.get("otherData", {}).get("step")
     except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None
-    by_rank: dict[tuple[int, str], list[tuple[str, float, float]]] = {}
-    peaks: dict[tuple[int, str], dict[str, float]] = {}
+    by_rank = defaultdict[tuple[int, str], list[tuple[str, float, float]]](list)
+    peaks = defaultdict[tuple[int, str], dict[str, float]](dict)
     for rank, role, span, peak in events:
-        by_rank.setdefault((rank, role), []).append(span)
-        if peak is not None:
-            peaks.setdefault((rank, role), {})[span[0]] = peak
+        by_rank[rank, role].append(span)
+        peaks[rank, role] |= {} if peak is None else {span[0]: peak}
     seconds = max((end for _, _, (_, _, end), _ in events), default=0.0)
     if not seconds > 0:
         return None
-    ranks = [
-        RankSpans(*who, sorted(spans, key=lambda s: s[1]), peaks.get(who, {})) for who, spans in sorted(by_rank.items())
-    ]
+    ranks = [RankSpans(*who, sorted(spans, key=lambda s: s[1]), peaks[who]) for who, spans in sorted(by_rank.items())]
     return Timeline(step if type(step) is int else None, ranks, seconds)
 
 
