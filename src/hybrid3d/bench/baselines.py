@@ -107,7 +107,9 @@ class GatherBaseline:
         memory = [DeviceBuffer(max(sizes[turn::BUFFERS], default=0), device) for turn in range(BUFFERS)]
         holds, wants = pieces_by_name(held[0].pieces), pieces_by_name(wanted[0].pieces)
         for i, bucket in enumerate(self._buckets):
-            self._place(bucket, memory[i % BUFFERS])
+            buffer, step = memory[i % BUFFERS], align_up(bucket.nbytes)
+            bucket.parts = [buffer.flat_view(n * step, bucket.nbytes, torch.uint8) for n in range(len(bucket.ranks))]
+            bucket.local = bucket.parts[bucket.ranks.index(peers.rank)]
             self._bind_unpacking(bucket, wants)
             if bucket.root == peers.rank:
                 self._bind_packing(bucket, holds, held[1])
@@ -126,11 +128,6 @@ class GatherBaseline:
             found += spread + 2 * (len(bucket.ranks) - 1) + len(bucket.packing) + len(bucket.unpacking)
         return found
 
-    def _place(self, bucket: _Bucket, memory: DeviceBuffer) -> None:
-        step = align_up(bucket.nbytes)
-        bucket.parts = [memory.flat_view(i * step, bucket.nbytes, torch.uint8) for i in range(len(bucket.ranks))]
-        bucket.local = bucket.parts[list(bucket.ranks).index(self._peers.rank)]
-
     def _bind_unpacking(self, bucket: _Bucket, wants: Mapping[str, list[Piece]]) -> None:
         seen: set[tuple[str, Box]] = set()  # a piece that several ranks hold is read from the first one
         for flat, pieces in zip(bucket.parts, bucket.members, strict=True):
@@ -144,7 +141,7 @@ class GatherBaseline:
                 seen.add((piece.name, piece.box))
 
     def _bind_packing(self, bucket: _Bucket, holds: Mapping[str, list[Piece]], source: Source) -> None:
-        for piece in bucket.members[list(bucket.ranks).index(self._peers.rank)]:
+        for piece in bucket.members[bucket.ranks.index(self._peers.rank)]:
             lies = next(p for p in holds[piece.name] if p.box.contains(piece.box))
             bucket.packing.add(_view(bucket.local, piece), source.read(lies.restrict(piece.box)))
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ class Timeline:
         A rank is idle while it waits and while nothing is recorded of it. The cause is what most of the other ranks do
         at that time.
         """
-        idle = _IdleCauses(self.ranks, self.seconds)
+        idle_causes = _idle_causes(self.ranks, self.seconds)
         found = []
         for role in dict.fromkeys(one.role for one in self.ranks):
             of_role = [one for one in self.ranks if one.role == role]
@@ -73,7 +73,7 @@ class Timeline:
                     if name != IDLE:
                         busy[name] += (end - begin) / len(of_role)
                 for begin, end in _gaps(working, self.seconds):
-                    for cause, seconds in idle.during(begin, end):
+                    for cause, seconds in idle_causes(begin, end):
                         causes[cause] += seconds / len(of_role)
             sorted_causes = dict(sorted(causes.items(), key=lambda one: -one[1]))
             found.append(RoleSeconds(role, len(of_role), dict(busy), sorted_causes))
@@ -85,39 +85,36 @@ class Timeline:
         return 1 - unknown / (self.seconds * len(self.ranks))
 
 
-class _IdleCauses:
-    """What most ranks do at each time of a step, with the seconds of each activity up to it."""
+def _idle_causes(ranks: Iterable[RankSpans], seconds: float) -> Callable[[float, float], list[tuple[str, float]]]:
+    """Return what returns the seconds between two times in which each activity was that of most ranks."""
+    changes = sorted(
+        change
+        for one in ranks
+        for name, begin, end in one.spans
+        if name != IDLE
+        for change in ((begin, 1, name), (end, -1, name))
+    )
+    active, causes = Counter[str](), [NOBODY]
+    for _, change, name in changes:
+        active[name] += change
+        most, count = max(active.items(), key=lambda item: item[1])
+        causes.append(most if count > 0 else NOBODY)
+    times = [0.0, *(time for time, *_ in changes), seconds]
+    lengths = [max(0.0, b - a) for a, b in pairwise(times)]
+    totals = {  # the seconds of each activity up to each time
+        cause: [0.0, *accumulate(length * (cause == one) for length, one in zip(lengths, causes, strict=True))]
+        for cause in set(causes)
+    }
 
-    def __init__(self, ranks: Iterable[RankSpans], seconds: float):
-        changes = sorted(
-            change
-            for one in ranks
-            for name, begin, end in one.spans
-            if name != IDLE
-            for change in ((begin, 1, name), (end, -1, name))
-        )
-        active, causes = Counter[str](), [NOBODY]
-        for _, change, name in changes:
-            active[name] += change
-            most, count = max(active.items(), key=lambda item: item[1])
-            causes.append(most if count > 0 else NOBODY)
-        self._times = [0.0, *(time for time, *_ in changes), seconds]
-        lengths = [max(0.0, b - a) for a, b in zip(self._times, self._times[1:], strict=False)]
-        self._causes = causes
-        self._totals = {
-            cause: [0.0, *accumulate(length * (cause == one) for length, one in zip(lengths, causes, strict=True))]
-            for cause in set(causes)
-        }
+    def until(cause: str, time: float) -> float:
+        place = min(bisect_right(times, time), len(causes)) - 1
+        return totals[cause][place] + (time - times[place]) * (causes[place] == cause)
 
-    def during(self, begin: float, end: float) -> list[tuple[str, float]]:
-        """Return the seconds between two times in which each activity was that of most ranks."""
-        found = ((cause, self._until(cause, end) - self._until(cause, begin)) for cause in self._totals)
+    def between(begin: float, end: float) -> list[tuple[str, float]]:
+        found = ((cause, until(cause, end) - until(cause, begin)) for cause in totals)
         return [(cause, seconds) for cause, seconds in found if seconds > 0]
 
-    def _until(self, cause: str, time: float) -> float:
-        place = min(bisect_right(self._times, time), len(self._causes)) - 1
-        within = (time - self._times[place]) * (self._causes[place] == cause)
-        return self._totals[cause][place] + within
+    return between
 
 
 def _gaps(spans: Sequence[tuple[float, float]], seconds: float) -> list[tuple[float, float]]:

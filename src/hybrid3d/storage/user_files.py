@@ -61,7 +61,7 @@ def read_text_file(path: str | Path, what: str = "a text file", limit: int = MAX
         raise UnreadableFile(str(path), f"is not {what}: {error}") from error
 
 
-def read_bytes(path: str | Path, what: str = "a file", limit: int = MAX_JSON_BYTES) -> bytes:
+def read_bytes(path: str | Path, what: str, limit: int) -> bytes:
     """Return the bytes of a regular file. Arguments and errors are those of `read_text_file`."""
     try:
         _check_regular(path, os.stat(path).st_mode)
@@ -96,13 +96,13 @@ def check_regular_file(path: str | Path) -> None:
     _check_regular(path, mode)
 
 
-def read_json_file(path: str | Path, what: str = "JSON", limit: int = MAX_JSON_BYTES) -> Any:
-    """Return the value in a JSON file. Arguments are those of `read_text_file`.
+def read_json_file(path: str | Path, what: str = "JSON") -> Any:
+    """Return the value in a JSON file; messages say what it should be.
 
     Raises:
         UnreadableFile: it cannot be read, is not JSON (with the line), or is refused by `parse_json`.
     """
-    text = read_text_file(path, what, limit)
+    text = read_text_file(path, what, MAX_JSON_BYTES)
     try:
         return parse_json(text)
     except ValueError as error:
