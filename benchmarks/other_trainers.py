@@ -104,8 +104,8 @@ def of_rank(
 
 def run(options: argparse.Namespace) -> int:
     """Run as one of the ranks, and return its exit code."""
-    from hybrid3d.bench.fitting import check_benchmark_memory
     from hybrid3d.bench.scaling import Scale, scale_recipe
+    from hybrid3d.bench.start import check_benchmark_memory
     from hybrid3d.cli.starting import run_as_rank, set_device_connections
     from hybrid3d.config import RecipeError, load_recipe
     from hybrid3d.inputs.models import read_config

@@ -15,7 +15,7 @@ import time
 
 WARM_MODULES = (
     "hybrid3d",
-    "hybrid3d.bench.fitting",
+    "hybrid3d.bench.start",
     "hybrid3d.doctor.answers",
     "hybrid3d.planning.fitting",
     "hybrid3d.planning.agreed_placement",

@@ -15,7 +15,7 @@ from itertools import accumulate, groupby
 
 import torch
 
-from hybrid3d.bench.gathering import Peers
+from hybrid3d.bench.baselines import Peers
 from hybrid3d.reshard.delta.encoding import Changes, Form, decode, encode, form_of
 from hybrid3d.reshard.delta.runs import Elements, RunChanges, order_in_run, scatter_elements
 from hybrid3d.reshard.ends import Sink, Source

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from methods.gathered_delta import GatheredDelta
 
-from hybrid3d.bench.gathering import Peers
+from hybrid3d.bench.baselines import Peers
 from hybrid3d.families import is_expert
 from hybrid3d.reshard.ends import Sink, Source
 from hybrid3d.reshard.move.executor import Executor

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from methods.packed_broadcast import OpenSink, close_layer
 
-from hybrid3d.bench.gathering import Peers
+from hybrid3d.bench.baselines import Peers
 from hybrid3d.distributed import all_reduce_min
 from hybrid3d.families import is_expert
 from hybrid3d.reshard.ends import NamedTensors, Sink, Source

@@ -46,43 +46,29 @@ _default_ranks: tuple[int, ...] = ()  # the launcher's ranks of the default grou
 
 
 def start(store: Store | None = None) -> dist.ProcessGroup:
-    """Bind this rank to its GPU, where there is one, and create the default process group.
+    """Bind this rank to its GPU, where there is one, and create the default process group, of all ranks.
 
-    Args:
-        store: the rendezvous store of the ranks; without it they rendezvous at MASTER_ADDR:MASTER_PORT.
-
-    Returns:
-        The group of all ranks.
+    They rendezvous by the store, or without one at MASTER_ADDR:MASTER_PORT.
     """
-    met: dict[str, Any] = {}
-    if store is not None:
-        met = {"store": PrefixStore("default", store), "rank": rank(), "world_size": world_size()}
-    return _start_default(**met)
+    if store is None:
+        return _start_default()
+    return _start_default(store=PrefixStore("default", store), rank=rank(), world_size=world_size())
 
 
 @dataclass(frozen=True)
 class RoleGroups:
-    """The process groups of a rank, where each rank has one role.
+    """The process groups of a rank, where each rank has one role."""
 
-    Attributes:
-        own: the ranks with this rank's role. It is the default group, over which Megatron and vLLM build theirs.
-        everyone: all ranks; ranks in it are those of the launcher.
-        weights: all ranks, for the messages of syncs alone.
-        store: of all ranks.
-    """
-
-    own: dist.ProcessGroup
-    everyone: dist.ProcessGroup
-    weights: dist.ProcessGroup
-    store: Store
+    own: dist.ProcessGroup  # the ranks with this rank's role: the default group, on which Megatron and vLLM build
+    everyone: dist.ProcessGroup  # all ranks; ranks in it are those of the launcher
+    weights: dist.ProcessGroup  # all ranks, for the messages of syncs alone
+    store: Store  # of all ranks
 
 
 def start_roles(store: Store, roles: Mapping[str, range]) -> RoleGroups:
     """Bind this rank to its GPU, where there is one, and create its groups; the groups of all ranks are in no default.
 
-    Args:
-        store: the rendezvous store of all ranks.
-        roles: the ranks of each role.
+    `store` is that of the rendezvous of all ranks, and `roles` has the ranks of each role.
     """
     name, ranks = next((name, ranks) for name, ranks in roles.items() if rank() in ranks)
     own = start_among(ranks, f"role/{name}", store)
@@ -96,8 +82,7 @@ def start_roles(store: Store, roles: Mapping[str, range]) -> RoleGroups:
 def start_among(ranks: Sequence[int], name: str, store: Store) -> dist.ProcessGroup:
     """Bind this rank to its GPU, where there is one, and create a default process group of these ranks alone.
 
-    Args:
-        name: different for each such group of the run.
+    Each such group of the run has another name.
     """
     global _default_ranks
     _default_ranks = tuple(ranks)
@@ -154,10 +139,9 @@ def host_store(host: str, port: int = 0, timeout: float = 300.0, own_address: st
     """Return a store in this process that listens at one address alone; torch's own listens at all of the machine.
 
     Args:
-        host: where others find it, and where it listens.
+        host: where others find it, and where it listens, unless `own_address` is another address.
         port: 0 for any that is free; `port` of the store says which.
         timeout: of its operations, in seconds.
-        own_address: where it listens, if that is another address.
 
     Raises:
         OSError: nothing can listen there.
@@ -187,7 +171,6 @@ def weights_group(group: dist.ProcessGroup, device: torch.device) -> dist.Proces
     NCCL requires all ranks in the first operation of a group, and a bucket may involve only some of them.
     """
     made: dist.ProcessGroup = dist.new_group(dist.get_process_group_ranks(group), group_desc="weights")
-    assert made is not None, "this rank is one of them"
     dist.all_reduce(torch.zeros(1, device=device), group=made)
     return made
 
@@ -216,11 +199,8 @@ def group_outside(
 ) -> dist.ProcessGroup:
     """Create a process group that is no part of the default group; torch has no public function for one.
 
-    Args:
-        rank, size: of the group.
-        name: different for each group of this process.
-        timeout: of its creation.
-        about: what it is for, as torch's messages say.
+    Each group of this process has another name. `timeout` is that of its creation, and `about` says in torch's messages
+    what it is for.
     """
     group: dist.ProcessGroup
     group, _ = distributed_c10d._new_process_group_helper(
@@ -270,11 +250,9 @@ class LostPeer(RuntimeError):
 
 def is_lost_peer(error: BaseException) -> bool:
     """Return whether an error only says that another rank is lost, so that it is not the cause of the failure."""
-    if isinstance(error, LostPeer) or (
-        isinstance(error, dist.DistError) and not isinstance(error, dist.DistBackendError)
-    ):
-        return True  # an error of the store or the network
-    return any(text in str(error) for text in LOST_PEER_ERRORS)  # other NCCL errors are failures of this rank
+    if isinstance(error, dist.DistError) and not isinstance(error, dist.DistBackendError):
+        return True  # an error of the store or the network; other NCCL errors are failures of this rank
+    return isinstance(error, LostPeer) or any(text in str(error) for text in LOST_PEER_ERRORS)
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:

@@ -26,8 +26,7 @@ def escape_control_characters(text: str) -> str:
 def set_stream_errors(encoding: str | None = None) -> None:
     """Make stdout and stderr replace characters that their encoding lacks, which would raise otherwise.
 
-    Args:
-        encoding: the encoding that they get; None leaves that of the locale.
+    They get this encoding; None leaves that of the locale.
     """
     for stream, errors in ((sys.stdout, "replace"), (sys.stderr, "backslashreplace")):
         if isinstance(stream, io.TextIOWrapper):

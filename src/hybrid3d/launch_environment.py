@@ -328,11 +328,7 @@ def _tasks_per_node() -> list[int]:
 
 
 def _integer(name: str, low: int, high: int = MAX_RANKS, bound: str = "") -> int:
-    """Return a variable as an integer from `low` to `high`.
-
-    Args:
-        bound: the variable that `high` follows from, for the message.
-    """
+    """Return a variable as an integer from `low` to `high`, which follows from the variable `bound`."""
     text = os.environ.get(name, "")
     if not _is_number(text) or not low <= int(text) <= high:
         reason = f", because {bound}={format_value(os.environ.get(bound, ''))}" if bound else ""

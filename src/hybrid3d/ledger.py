@@ -27,37 +27,24 @@ POLL_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class RankStart:
-    """What the body of a command gets once the ranks have met.
-
-    Attributes:
-        store: the store of the rendezvous.
-        console: where rank 0 prints; None on the others.
-        progress: is told what state this process reaches.
-    """
+    """What the body of a command gets once the ranks have met."""
 
     rank: int
-    store: Store
-    console: Console | None
-    progress: ChildProcess
+    store: Store  # of the rendezvous
+    console: Console | None  # where rank 0 prints; None on the others
+    progress: ChildProcess  # is told what state this process reaches
 
 
 class TrainingAttempts:
     """The starts of the ranks that train, in a run in which they are started again.
 
     Each start has a number, from 0. All of these ranks end when one of them is lost, and the next start has all of
-    them.
-
-    Attributes:
-        poll_seconds: the time between two reads of the store by each rank.
+    them. `world_size` is that of all roles.
     """
 
     def __init__(self, store: Store, world_size: int):
-        """
-        Args:
-            world_size: of all roles.
-        """
         self._store = clone_store(store)
-        self.poll_seconds = max(POLL_SECONDS, world_size / RANKS_PER_POLL_SECOND)
+        self.poll_seconds = max(POLL_SECONDS, world_size / RANKS_PER_POLL_SECOND)  # between two reads by each rank
 
     def latest(self) -> int:
         """Return the number of the latest start."""

@@ -40,7 +40,6 @@ class Patch:
     Attributes:
         target: dotted name of the attribute, from its module on.
         package: the distribution that has it, in the range of versions for which the patch was written.
-        reason: why it is replaced.
         test: the file of the test that fails without it.
         replacement: called with the original, it returns what takes its place; None where a function named in `reason`
             replaces it, or a context manager for a while.

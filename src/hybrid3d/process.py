@@ -34,25 +34,20 @@ _zombies: set[int] = set()  # found by the last `reap_orphans`
 
 
 def kill_when_parent_exits(parent: int) -> None:
-    """Make the kernel kill this process, just started by `parent`, when that exits (Linux: PR_SET_PDEATHSIG)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it has exited already
-            os.kill(os.getpid(), signal.SIGKILL)
+    """Make the kernel kill this process, just started by `parent`, when that exits (PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has exited already
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of all descendants whose own parent exits, daemons too (Linux: PR_SET_CHILD_SUBREAPER)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    """Become the parent of all descendants whose own parent exits, daemons too (PR_SET_CHILD_SUBREAPER)."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 @contextmanager
 def kill_descendants_on_exit() -> Iterator[None]:
     """On exit, kill every process that was started in the context and still runs, even if detached from its parent."""
-    if sys.platform != "linux":
-        yield
-        return
     was_subreaper, existing = ctypes.c_int(), child_pids(os.getpid())
     ctypes.CDLL(None).prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(was_subreaper), 0, 0, 0)
     adopt_orphans()
@@ -64,7 +59,7 @@ def kill_descendants_on_exit() -> Iterator[None]:
 
 
 def child_pids(pid: int) -> set[int]:
-    """Return the child processes of `pid`, including zombies; empty on systems other than Linux."""
+    """Return the child processes of `pid`, including zombies."""
     children: set[int] = set()
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # the thread has exited
@@ -163,10 +158,7 @@ def set_shared_memory_prefix(run: str | None = None) -> None:
     """Put the run's id into the names of shared memory segments and semaphores that Python creates in this process.
 
     Otherwise vLLM's message queues and the reward pools have random names, which cannot be told from those of other
-    runs. Child processes inherit the run's id through the environment.
-
-    Args:
-        run: id of the run; None takes that of the environment, if there is one.
+    runs. Child processes inherit the run's id through the environment, from which it is taken if `run` is None.
     """
     if run is not None:
         os.environ[RUN] = run
@@ -194,10 +186,8 @@ def new_engine_name(run: str, first_rank: int, restart_count: int) -> str:
 def remove_shared_memory(run: str, engines: bool = True) -> None:
     """Remove the shared memory segments and semaphores that a killed run, or one start of an engine, has left behind.
 
-    Names must match completely, because the id of another run may start with this one. Those of other users stay.
-
-    Args:
-        engines: also those of its engines, and of ranks that do not train.
+    Names must match completely, because the id of another run may start with this one. Those of other users stay, and
+    so do those of a run's engines, and of ranks that do not train, unless `engines` is true.
     """
     name = re.escape(run) + (r"(\.engine-\d+-\d+)?" if engines else "")
     pattern = re.compile(rf"psm_{name}_[0-9a-f]+|sem\.mp-{name}-\w{{8}}|{name}-[^-]+-\[[^\]]*\]-cpushm.*")
@@ -221,25 +211,15 @@ def shared_memory_cleanup(run: str) -> Iterator[None]:
         remove_shared_memory(run)
 
 
-def main(run: str) -> None:
-    """Wait until the process at the other end of stdin has exited, and remove the shared memory of its run."""
-    sys.stdin.read()
-    time.sleep(RANKS_EXIT_SECONDS)
-    remove_shared_memory(run)
-
-
 class ChildProcess:
     """This process as the child that runs a rank; where the rank has no such parent, nothing is told.
 
     It is made before standard output becomes the rank's log.
-
-    Attributes:
-        restart_count: how many times the rank was started before.
-        failure: why the process before this one ended; empty if this is the first.
     """
 
     def __init__(self) -> None:
-        self.restart_count, self.failure = int(os.environ.get(RESTART_COUNT, 0)), os.environ.get(FAILURE, "")
+        self.restart_count = int(os.environ.get(RESTART_COUNT, 0))  # how many times the rank was started before
+        self.failure = os.environ.get(FAILURE, "")  # why the process before this one ended; empty if this is the first
         self._pipe = os.dup(1) if FAILURE in os.environ else None  # those that train tell nothing
         if self._pipe is not None:
             threading.Thread(target=self._beat, name="alive", daemon=True).start()
@@ -270,4 +250,7 @@ def this_process() -> ChildProcess:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    # Wait until the process at the other end of stdin has exited, and remove the shared memory of its run
+    sys.stdin.read()
+    time.sleep(RANKS_EXIT_SECONDS)
+    remove_shared_memory(sys.argv[1])

@@ -15,7 +15,7 @@ from methods import trainer_gather
 from methods.packed_broadcast import PackedBroadcast
 from methods.trainer_gather import TrainerGather
 
-from hybrid3d.bench.gathering import Peers
+from hybrid3d.bench.baselines import Peers
 from hybrid3d.reshard.ends import NamedTensors
 from hybrid3d.reshard.plan.box import Box
 from hybrid3d.reshard.plan.classes import layer_of, signature_of

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from hybrid3d.bench import fitting
+from hybrid3d.bench import start
 from hybrid3d.bench.scaling import Scale, scale_recipe
 from hybrid3d.config import Recipe, RecipeError, load_recipe
 from hybrid3d.inputs.models import read_config
@@ -99,9 +99,9 @@ def test_process_that_starts_the_ranks_has_no_cuda_context(tmp_path: Path, monke
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", None)
     answer = [[[2_000_000_000, 0], [0, 0]], 1_000_000_000]
-    monkeypatch.setattr(fitting, "run_in_subprocess", lambda module, recipe: json.dumps(answer))
+    monkeypatch.setattr(start, "run_in_subprocess", lambda module, recipe: json.dumps(answer))
     with pytest.raises(RecipeError, match=r"takes 2\.0 GB of memory, and 1\.0 GB are free"):
-        fitting.check_benchmark_memory(smaller, config)
+        start.check_benchmark_memory(smaller, config)
 
 
 @pytest.mark.parametrize("layers", [2, 4, 8])

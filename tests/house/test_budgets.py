@@ -22,15 +22,15 @@ assert SPEC.loader is not None
 structure = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(structure)
 
-FILES, LINES = 299, 53510  # of the package
+FILES, LINES = 296, 53230  # of the package
 LINES_OF_ROOM = {
     "__init__": 20,
     "__main__": 10,
-    "bench": 1590,
+    "bench": 1550,
     "certify": 670,
     "cli": 1270,
     "config": 3340,
-    "distributed": 350,
+    "distributed": 330,
     "doctor": 1240,
     "engines": 1830,
     "errors": 40,
@@ -38,19 +38,19 @@ LINES_OF_ROOM = {
     "generation": 3630,
     "inputs": 1020,
     "launch": 2190,
-    "launch_environment": 360,
-    "ledger": 320,
+    "launch_environment": 350,
+    "ledger": 310,
     "patches": 260,
     "planning": 2280,
-    "process": 280,
+    "process": 260,
     "replay": 720,
-    "report": 1520,
+    "report": 1390,
     "reshard": 6260,
     "rl": 2350,
     "rollout": 2500,
     "run": 1960,
     "scoring": 4290,
-    "storage": 710,
+    "storage": 670,
     "sync": 890,
     "train": 4270,
     "trainer": 2900,
@@ -58,13 +58,13 @@ LINES_OF_ROOM = {
     "weight_transfer": 1010,
     "workers": 1500,
 }
-IMPORTS = 0.0733  # the share of lines that imports take; 0.065 is aimed at
+IMPORTS = 0.0734  # the share of lines that imports take; 0.065 is aimed at
 NONE = {
-    "bench": 34,
+    "bench": 36,
     "certify": 12,
     "cli": 32,
     "config": 130,
-    "distributed": 5,
+    "distributed": 4,
     "doctor": 30,
     "engines": 76,
     "families": 21,
@@ -77,7 +77,7 @@ NONE = {
     "planning": 42,
     "process": 4,
     "replay": 15,
-    "report": 37,
+    "report": 33,
     "reshard": 70,
     "rl": 40,
     "rollout": 48,
@@ -91,7 +91,7 @@ NONE = {
     "weight_transfer": 5,
     "workers": 37,
 }  # comparisons with None by room
-ONE_IMPORTER = 57  # modules that a single other one imports
+ONE_IMPORTER = 55  # modules that a single other one imports
 
 # Classes of engines, and where they may be annotated: their own rooms, the factories, and the checks of engines on GPUs
 ENGINES = {"RolloutEngine", "MegatronModel", "Policy", "ValueModel", "LLM", "LLMEngine"}

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hybrid3d.report.memory import MEASURED_ON, memory_columns, memory_table, rank_memory_table
 from hybrid3d.report.run_data import read_run
+from hybrid3d.report.tables import MEASURED_ON, memory_table, rank_memory_table
 from hybrid3d.run import metrics
 from hybrid3d.run.folder import RunFolder
 from hybrid3d.run.logger import Display, RunLogger
@@ -156,8 +156,9 @@ def test_step_records_the_fullest_rank_of_each_phase(tmp_path: Path) -> None:
 
 def test_measured_beside_planned(tmp_path: Path) -> None:
     run = read_run(run_with_memory(tmp_path / "run").path)
-    table = {row.label: (row.cells, row.note) for row in memory_table(run, PLAN)}
-    assert memory_columns(run, PLAN) == ["Plan", "of a GPU", "Measured", "of the plan"]
+    columns, rows = memory_table(run, PLAN)
+    table = {row.label: (row.cells, row.note) for row in rows}
+    assert columns == ["Plan", "of a GPU", "Measured", "of the plan"]
     at_3 = "measured: the most, at step 3"
     assert table == {
         "Training": (["40 GB", "50 %", "22 GB", "55 %"], at_3),
@@ -165,7 +166,7 @@ def test_measured_beside_planned(tmp_path: Path) -> None:
         "Generation": (["60 GB", "75 %", "25 GB", "41.67 %"], at_3),
         "weights, at most": (["8 GB", "10 %", "–", "–"], ""),
     }
-    assert [row.cells for row in memory_table(run, None)] == [["22 GB"], ["10 GB"], ["25 GB"]]
+    assert [row.cells for row in memory_table(run, None)[1]] == [["22 GB"], ["10 GB"], ["25 GB"]]
     assert run.timeline is not None
     columns, ranks = rank_memory_table(run.timeline.ranks)
     assert columns == ["Training", "Sync", "Generation"]
@@ -193,8 +194,9 @@ def test_page_says_whose_memory_it_is(tmp_path: Path, device: str) -> None:
 
 def test_comparison_with_a_cpu_is_not_made(tmp_path: Path) -> None:
     run = read_run(run_with_memory(tmp_path / "run", "cpu").path)
-    assert memory_columns(run, PLAN) == ["Plan", "of a GPU", "Measured"]
-    assert memory_table(run, PLAN)[0].cells == ["40 GB", "50 %", "22 GB"]
+    columns, rows = memory_table(run, PLAN)
+    assert columns == ["Plan", "of a GPU", "Measured"]
+    assert rows[0].cells == ["40 GB", "50 %", "22 GB"]
     assert "cannot be compared" in MEASURED_ON["cpu"]
 
 

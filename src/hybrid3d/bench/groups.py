@@ -11,7 +11,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from hybrid3d.bench.wire import Wire
+from hybrid3d.bench.baselines import Wire
 from hybrid3d.config import Recipe
 from hybrid3d.distributed import RoleGroups, gather_objects
 from hybrid3d.reshard.move.device import device, synchronize
@@ -35,7 +35,6 @@ class GroupMeasurement:
 
     Attributes:
         name: of the group: an axis of the train layout, `sync`, or `copies` for copies of a rank alone.
-        operation: what was measured.
         ranks: the number of ranks in a group.
         link: which of a machine's numbers is measured, as in `Machine`: `nvlink`, `network` or `copies`.
         bandwidth: bytes per second that a rank sends; of collectives, the bus bandwidth as nccl-tests defines it,
@@ -55,16 +54,12 @@ class GroupMeasurement:
 
 @dataclass(frozen=True)
 class _Pattern:
-    """An operation of this rank in one of its groups.
-
-    Attributes:
-        bus_factor: of the bytes of the operation, what a rank sends at least, which nccl-tests' bus bandwidth counts.
-    """
+    """An operation of this rank in one of its groups."""
 
     operation: str
     ranks: int
     link: str
-    bus_factor: float
+    bus_factor: float  # of the operation's bytes, what a rank sends at least, which nccl-tests' bus bandwidth counts
     make: Operation
 
 
@@ -80,9 +75,7 @@ def measure(recipe: Recipe, groups: RoleGroups) -> list[GroupMeasurement]:
     if recipe.rollout is not None:
         patterns |= _sync(recipe, groups)
     patterns["copies"] = _Pattern("copy", 1, "copies", 2, _copy)
-    names: dict[str, None] = {}
-    for of_rank in gather_objects(list(patterns), everyone):
-        names |= dict.fromkeys(of_rank)
+    names = dict.fromkeys(name for of_rank in gather_objects(list(patterns), everyone) for name in of_rank)
     return [_measure(name.partition("/")[0], patterns.get(name), everyone) for name in names]
 
 
@@ -112,15 +105,12 @@ def _sync(recipe: Recipe, groups: RoleGroups) -> dict[str, _Pattern]:
     group, per_node = groups.weights, recipe.machine.gpus_per_node
     rank, roles = group.rank(), recipe.role_ranks
     transport = make_transport(device(), group, per_node, kind=recipe.sync.transport)
+    others = [other for other in range(group.size()) if other != rank]
     patterns = {}
     for link in ("nvlink", "network"):
-
-        def peers(others: Sequence[int], link: str = link) -> list[int]:
-            near = link == "nvlink"
-            return [other for other in others if other != rank and (other // per_node == rank // per_node) == near]
-
-        sends = peers(roles["generation"]) if rank in roles["train"] else []
-        receives = peers(roles["train"]) if rank in roles["generation"] else []
+        peers = [other for other in others if (other // per_node == rank // per_node) == (link == "nvlink")]
+        sends = [peer for peer in peers if peer in roles["generation"]] if rank in roles["train"] else []
+        receives = [peer for peer in peers if peer in roles["train"]] if rank in roles["generation"] else []
         if sends or receives:
             make = partial(_wire, sends, receives, transport)
             patterns[f"sync/{link}"] = _Pattern("sends to all", group.size(), link, 1.0, make)

@@ -36,23 +36,15 @@ COLORS = {"hybrid3d": "C0", "delta": "C0", "gather": "C1"}
 
 
 def summarize(recipe: Recipe, scaled: str, measured: dict[str, Any], changed: float | None) -> dict[str, Any]:
-    """Return what `hybrid3d bench --json` prints: the measurements, ratios, the machine and the date.
-
-    Args:
-        changed: the fraction of elements that syncs of changed elements send, if they were measured.
-    """
+    """Return what `hybrid3d bench --json` prints: the measurements, ratios, the machine and the date."""
     seconds = measured["seconds"]
     assert recipe.rollout is not None, "scale_recipe refuses a recipe without it"
-    layout = {
-        "train": asdict(recipe.train),
-        "rollout": asdict(recipe.rollout),
-    }
     return {
         "name": recipe.name,
         "ranks": recipe.world_size,
         "generation_ranks": recipe.generation_ranks,
         "scaled": scaled,
-        "layout": layout,
+        "layout": {"train": asdict(recipe.train), "rollout": asdict(recipe.rollout)},
         "coverage": "exact" if all(measured["bit_exact"].values()) else "wrong",
         **({} if changed is None else {"changed_fraction": changed}),
         **measured,
@@ -103,11 +95,7 @@ def describe_machine() -> str:
 
 
 def format_table(found: dict[str, Any], methods: Mapping[str, str] = METHODS) -> str:
-    """Return the measurements as a Markdown table with lines of text below it.
-
-    Args:
-        methods: the methods that have a row, if they were measured, with their names.
-    """
+    """Return the measurements as a Markdown table of the methods that were measured, with lines of text below it."""
     ratios, layout = found["ratios"], found["layout"]
     rows = [
         f"{found['name']}: {found['ranks']} ranks; {_sides(layout)}{_split(found)}; scaled: {found['scaled']}; "
@@ -135,8 +123,7 @@ def format_table(found: dict[str, Any], methods: Mapping[str, str] = METHODS) ->
         f"Verified by checksums at both ends: {seconds['verified']:.3f} s instead of {seconds['hybrid3d']:.3f} s, "
         f"which is {100 * ratios['verification']:.0f} % of a whole sync.",
     ]
-    if "delta" in seconds:
-        said += _delta_lines(found)
+    said += _delta_lines(found) if "delta" in seconds else []
     names = {"hybrid3d": "hybrid3d's row", "delta": "its changed elements' row", "sync": "a whole sync"}
     names |= {"delta_sync": "a whole sync of changed elements"}
     where = [

@@ -44,11 +44,9 @@ class Scale:
 def scale_recipe(recipe: Recipe, scale: Scale, changed: float | None = None) -> tuple[Recipe, dict[str, Any]]:
     """Return the recipe of the benchmark, and its model's config, to be written to the recipe's `model.path`.
 
-    The settings of generation (KV cache, lengths) are as small as possible.
-
-    Args:
-        changed: the fraction of elements that syncs of changed elements send. vLLM then keeps its weights, and on a CPU
-            keeps them as they are loaded, because otherwise it packs nearly all of them.
+    The settings of generation (KV cache, lengths) are as small as possible. If syncs send only the fraction `changed`
+    of the elements, vLLM keeps its weights, and on a CPU keeps them as they are loaded, because otherwise it packs
+    nearly all of them.
 
     Raises:
         RecipeError: a size is invalid (the message has the smallest valid one), or the model does not fit the layouts.
@@ -137,12 +135,9 @@ def _problems(config: Config, recipe: Recipe, scale: Scale) -> Iterator[str]:
         yield "the model has no experts"
         return
     if scale.hidden:
-        unfit = False
-        for key in WIDTHS:
-            size = config.get(key)
-            if isinstance(size, int) and size * scale.hidden % config["hidden_size"]:
-                unfit = True
-                yield f"{key} would be {size * scale.hidden / config['hidden_size']:.2f}"
+        sizes = {key: config[key] * scale.hidden for key in WIDTHS if isinstance(config.get(key), int)}
+        unfit = {key: size / config["hidden_size"] for key, size in sizes.items() if size % config["hidden_size"]}
+        yield from (f"{key} would be {size:.2f}" for key, size in unfit.items())
         if unfit:
             return
     if scale.layers is not None and scale.layers <= (1 if config.get("first_k_dense_replace") else 0):

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 
 from hybrid3d import distributed, launch_environment
-from hybrid3d.bench.gathering import GatherBaseline, Peers
+from hybrid3d.bench.baselines import GatherBaseline, Peers, Wire, bytes_by_peer
 from hybrid3d.bench.values import SyntheticChanges, SyntheticWeights, fill, wrong
-from hybrid3d.bench.wire import Wire, bytes_by_peer
 from hybrid3d.config import Recipe
 from hybrid3d.config.schema import is_due
 from hybrid3d.distributed import RoleGroups
@@ -32,22 +31,18 @@ from hybrid3d.train.megatron.build import build_model
 from hybrid3d.train.megatron.runtime import gather_groups
 from hybrid3d.train.megatron.source import MegatronWeights, megatron_weights
 
-ProgressCallback = Callable[[str], None]
 T = TypeVar("T")
 
 
 class Method(Protocol):
-    """Another way to bring all weights from Megatron to vLLM, which the sync is compared with.
+    """Another way to bring all weights from Megatron to vLLM, which the sync is compared with."""
 
-    Attributes:
-        nbytes: the bytes of its buffers.
-        operations: the sends, receives and copies of a run.
-    """
-
-    nbytes: int
+    nbytes: int  # of its buffers
 
     @property
-    def operations(self) -> int: ...
+    def operations(self) -> int:
+        """The sends, receives and copies of a run."""
+        ...
 
     def run(self) -> int:
         """Run once, and return the received bytes."""
@@ -98,7 +93,7 @@ class Bench:
         groups: RoleGroups,
         slots: Sequence[int],
         changed: float | None,
-        on_progress: ProgressCallback,
+        on_progress: Callable[[str], None],
     ):
         self._groups = groups
         self.group = group = groups.everyone
@@ -175,11 +170,7 @@ class Bench:
         self._methods["gather_wire"] = Wire(*gather.bytes_by_peer(), local_bytes, sync.transport, device()).run
 
     def compare(self, name: str, method: Method, of_changes: bool = False) -> None:
-        """Add a method that is checked, timed and counted like the sync.
-
-        Args:
-            of_changes: it sends the elements that have changed, and not all of them.
-        """
+        """Add a method that is checked, timed and counted like the sync; one `of_changes` sends changed elements."""
         self._compared[name] = method
         self._methods[name] = lambda: self._whole(method.run)
         if of_changes:
@@ -228,7 +219,11 @@ class Bench:
                 self._phases = {method: defaultdict(float) for method in self._phases}
         phases = distributed.gather_objects(self._phases, self.group)
         numbers = self._numbers()
-        self._close()
+        dist.barrier(self.group)
+        rank, ranks = self.group.rank(), self.group.size()
+        if self._engine is not None:
+            self._engine.close()  # destroys the groups
+        wait_for_all(self._groups.store, rank, ranks)
         return {
             **numbers,
             "bit_exact": {name: not wrong for name, wrong in exact.items()},
@@ -314,14 +309,6 @@ class Bench:
             "max_bitmap_bytes": sum(bits.nbytes for bits in self._bits.values()) + done.scratch_bytes,
             "delta_operations": self._delta.operations,
         }
-
-    def _close(self) -> None:
-        """Shut vLLM down."""
-        dist.barrier(self.group)
-        rank, ranks = self.group.rank(), self.group.size()
-        if self._engine is not None:
-            self._engine.close()  # destroys the groups
-        wait_for_all(self._groups.store, rank, ranks)
 
 
 def _means(of_ranks: Sequence[Mapping[str, float]], repeats: int) -> dict[str, float]:

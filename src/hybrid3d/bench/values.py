@@ -28,15 +28,11 @@ _CHANGE = -1  # the number whose values decide which elements change
 
 @dataclass(frozen=True)
 class SyntheticWeights:
-    """The values of number `base`, except for a fraction of the elements, which have those of number `update`.
-
-    Attributes:
-        fraction: of the elements of every tensor, in steps of 2^-16.
-    """
+    """The values of number `base`, except for a fraction of the elements, which have those of number `update`."""
 
     base: int
     update: int = 0
-    fraction: float = 0.0
+    fraction: float = 0.0  # of the elements of every tensor, in steps of 2^-16
 
     def values(
         self, name: str, box: Box, dtype: torch.dtype, device: torch.device
@@ -76,8 +72,7 @@ def fill(holdings: Holdings, source: Source, weights: SyntheticWeights) -> None:
 def wrong(pieces: Iterable[Piece], sink: Sink, weights: SyntheticWeights, travelled: Mapping[str, str]) -> list[str]:
     """Return the names of pieces that differ in any bit from the expected values.
 
-    Args:
-        travelled: the dtype in which each tensor is held, by name: values are rounded to it first, then to the piece's.
+    `travelled` has the dtype in which each tensor is held: values are rounded to it first, then to the piece's.
     """
     found = []
     for piece in pieces:

@@ -56,7 +56,7 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     if launch_environment.under_launcher():
         check_world(scaled_recipe)
     if CHECKED not in os.environ:
-        from hybrid3d.bench.fitting import check_benchmark_memory
+        from hybrid3d.bench.start import check_benchmark_memory
 
         launch_environment.check_vllm_variables()
         check_benchmark_memory(scaled_recipe, config, options.changed)

@@ -24,8 +24,7 @@ def add_parser(commands: Commands) -> None:
 
 def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     from hybrid3d.report.page import SAMPLES_BYTES, make_page
-    from hybrid3d.report.run_data import read_run
-    from hybrid3d.report.samples import select_samples
+    from hybrid3d.report.run_data import read_run, select_samples
 
     folders = [path_argument(text, "RUN") for text in (options.folder, options.other) if text is not None]
     runs = [read_run(folder) for folder in folders]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
 
@@ -19,19 +19,14 @@ Points = Sequence[tuple[float, float | None]]
 
 @dataclass(frozen=True)
 class Curve:
-    """One metric of one run: (step, value) pairs, None where the value is not finite.
-
-    Attributes:
-        style: the number of its color, and that of its dashes.
-        trend: the means of spans of steps, if there are too many points to see them.
-    """
+    """One metric of one run: (step, value) pairs, None where the value is not finite."""
 
     run: int
     key: str
     label: str
     points: Points
-    style: tuple[int, int] = (0, 0)
-    trend: Points = ()
+    style: tuple[int, int]  # the number of its color, and that of its dashes
+    trend: Points  # the means of spans of steps, if there are too many points to see them
 
 
 @dataclass(frozen=True)
@@ -40,14 +35,6 @@ class Limit:
 
     label: str
     values: Sequence[tuple[float, float | None]]
-
-
-@dataclass(frozen=True)
-class Mark:
-    """Something that happened at a step."""
-
-    step: float
-    label: str
 
 
 @dataclass(frozen=True)
@@ -62,13 +49,10 @@ class Tick:
 class Line:
     """A curve as drawn: its path, a second one with the dots of single points, and that of its trend."""
 
-    run: int
-    key: str
-    label: str
+    curve: Curve
     path: str
     dots: str
     trend: str
-    style: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -84,7 +68,7 @@ class Chart:
     y_ticks: Sequence[Tick]
     x_range: tuple[float, float]
     summary: str
-    notes: Sequence[str] = field(default_factory=tuple)
+    notes: Sequence[str]
 
 
 def draw_chart(
@@ -92,20 +76,16 @@ def draw_chart(
     unit: str,
     steps: tuple[float, float],
     curves: Sequence[Curve],
-    limits: Sequence[Limit] = (),
-    marks: Sequence[Mark] = (),
+    limits: Sequence[Limit],
+    marks: Sequence[tuple[float, str]],
 ) -> Chart | None:
-    """Draw curves; None if there is no point.
-
-    Args:
-        steps: the first and the last step of the horizontal axis.
-    """
+    """Draw curves, from the first to the last of `steps`, and events as (step, text); None if there is no point."""
     values = [value for curve in curves for _, value in curve.points if value is not None]
     if not values:
         return None
     x = (steps[0], max(steps[1], steps[0] + 1))
     y, notes = _y_range(values, limits)
-    drawn = [mark for mark in marks if x[0] <= mark.step <= x[1]]
+    drawn = [(step, text) for step, text in marks if x[0] <= step <= x[1]]
     if len(drawn) > MAX_MARKS:
         notes.append(f"The first {MAX_MARKS} of {len(drawn)} events are drawn")
     shown = [limit for limit in limits if any(v is not None and y[0] <= v <= y[1] for _, v in limit.values)]
@@ -114,7 +94,7 @@ def draw_chart(
         unit=unit,
         lines=[_line(curve, x, y) for curve in curves],
         limits=[(limit.label, _stairs(limit, x, y)) for limit in shown],
-        marks=[Tick(_share(m.step, x) * 100, m.label) for m in drawn[:MAX_MARKS]],
+        marks=[Tick(_share(step, x) * 100, text) for step, text in drawn[:MAX_MARKS]],
         x_ticks=[Tick(_share(t, x) * 100, format_number(t)) for t in nice_ticks(*x, 4, whole=True)],
         y_ticks=[Tick(100 - _share(t, y) * 100, _tick_text(t, unit)) for t in nice_ticks(*y, 4)],
         x_range=x,
@@ -206,7 +186,7 @@ def _line(curve: Curve, x: tuple[float, float], y: tuple[float, float]) -> Line:
     runs = _places(curve.points, x, y)
     few = len(curve.points) <= FEW_POINTS
     dots = "".join(f"M{point}h0" for run in runs for point in run if few or len(run) == 1)
-    return Line(curve.run, curve.key, curve.label, _path(runs), dots, _path(_places(curve.trend, x, y)), curve.style)
+    return Line(curve, _path(runs), dots, _path(_places(curve.trend, x, y)))
 
 
 def _places(points: Points, x: tuple[float, float], y: tuple[float, float]) -> list[list[str]]:

@@ -14,11 +14,9 @@ from hybrid3d import __version__
 from hybrid3d.errors import escape_control_characters
 from hybrid3d.report import tables
 from hybrid3d.report.charts import TREND_SPANS, Points, format_value, thin, trend
-from hybrid3d.report.memory import MEASURED_ON, memory_columns, memory_table, rank_memory_table
 from hybrid3d.report.panels import OTHER, draw_sections, event_details
-from hybrid3d.report.run_data import Row, RunRecords, settings_as_yaml
-from hybrid3d.report.samples import SampleSelection, shorten
-from hybrid3d.report.tables import NOT_OF_THE_STEP, STEP, attribute, meaning_of, phases_of
+from hybrid3d.report.run_data import Event, Row, RunRecords, SampleSelection, setting_text, shorten
+from hybrid3d.report.tables import MEASURED_ON, NOT_OF_THE_STEP, STEP, meaning_of, phases_of
 from hybrid3d.report.timeline import ACTIVITIES, RankSpans, Timeline, cause_text
 from hybrid3d.report.timeline import OTHER as OTHER_ACTIVITY
 
@@ -50,9 +48,7 @@ def make_page(
 ) -> str:
     """Return the page of one run or of two side by side.
 
-    Args:
-        samples: a selection for each run, of `SAMPLES_BYTES` together.
-        plans: the numbers of `hybrid3d plan` for each run, or None.
+    Each run has a selection of samples, of `SAMPLES_BYTES` together, and the numbers of `hybrid3d plan`, or None.
     """
     import jinja2
 
@@ -144,11 +140,11 @@ def _run_context(run: RunRecords, number_of_runs: int) -> dict[str, Any]:
     shown = max(1, MAX_EVENTS // number_of_runs)
     return {
         "run": run,
-        "settings": shorten(settings_as_yaml(run.settings), MAX_SETTINGS, 0),
+        "settings": shorten("\n".join(f"{k}: {setting_text(v)}" for k, v in run.settings.items()), MAX_SETTINGS, 0),
         "steps": [row["step"] for row in rows],
         "selected": selected,
         "phases": [(phase, meaning_of(phase, run)) for phase in phases_of(rows)],
-        "medians": attribute(run.rows).median_seconds,
+        "medians": tables.median_seconds(run.rows),
         "not_of_the_step": [
             (phase, meaning_of(phase, run)) for phase in NOT_OF_THE_STEP if any(phase in r for r in rows)
         ],
@@ -190,15 +186,16 @@ def _memory_context(run: RunRecords, plan: tables.Plan | None) -> dict[str, Any]
     kinds = [kind for kind, shown in (("planned", plan), ("measured", run.memory_device)) if shown]
     gpu = f"fullest of GPUs of {format_value(plan['memory']['gpu'], 'bytes')}" if plan else "fullest rank"
     ranks = _shown_ranks(run.timeline) if run.timeline else []
-    columns, rows = rank_memory_table(ranks)
+    columns, rows = tables.memory_table(run, plan)
+    rank_columns, rank_rows = tables.rank_memory_table(ranks)
     return {
         "caption": f"{' and '.join(kinds).capitalize()} memory by phase, {gpu}",
-        "columns": memory_columns(run, plan),
-        "rows": memory_table(run, plan),
+        "columns": columns,
+        "rows": rows,
         "note": MEASURED_ON[run.memory_device],
         "step": run.timeline.step if run.timeline else None,
-        "rank_columns": columns,
-        "ranks": rows,
+        "rank_columns": rank_columns,
+        "ranks": rank_rows,
         "left_out": len(run.timeline.ranks) - len(ranks) if run.timeline else 0,
     }
 
@@ -207,13 +204,13 @@ def _shown_ranks(timeline: Timeline) -> Sequence[RankSpans]:
     return timeline.ranks[:: -(-len(timeline.ranks) // MAX_TIMELINE_ROWS)]
 
 
-def _event_context(event: Mapping[str, Any]) -> dict[str, Any]:
+def _event_context(event: Event) -> dict[str, Any]:
     step = event.get("step")
     return {
         "time": "" if event["time"] is None else _utc(event["time"]),
         "step": "" if step is None else shorten(str(step), 20, 0),
         "event": shorten(event["event"], 60, 0),
-        "details": shorten(event_details(dict(event)), MAX_DETAILS, 0),
+        "details": shorten(event_details(event), MAX_DETAILS, 0),
         "warning": event["event"] in WARNINGS,
     }
 

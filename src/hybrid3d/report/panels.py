@@ -2,82 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
-from hybrid3d.report.charts import Chart, Curve, Limit, Mark, Points, draw_chart
-from hybrid3d.report.memory import MEMORY_OF_PHASES
+from hybrid3d.report.charts import Chart, Curve, Limit, Points, draw_chart
 from hybrid3d.report.run_data import Event, RunRecords, is_number
+from hybrid3d.report.tables import MEMORY_OF_PHASES
 from hybrid3d.run.bounds import BOUNDS
 
 MAX_KEYS_OF_TWO_RUNS = 3  # in one chart; more curves could not be told apart
 
 
-@dataclass(frozen=True)
-class Panel:
-    """Metrics that share a chart."""
+Panels = Mapping[str, Sequence[str]]
+"""By title, the metrics that share a chart."""
 
-    title: str
-    keys: Sequence[str]
-
-
-LEARNED = (
-    Panel("Reward", ("reward/mean",)),
-    Panel("Held-out problems", ("eval/accuracy", "eval/reward")),
-    Panel("Preference pairs ranked right", ("preference/accuracy", "eval/preference_accuracy")),
-    Panel("Margin of preference pairs", ("preference/margin", "eval/preference_margin")),
-    Panel("Rewards of preference pairs", ("preference/chosen_reward", "preference/rejected_reward")),
-    Panel("Loss", ("train/loss",)),
-    Panel("KL to the reference", ("train/kl", "train/answer_kl")),
-    Panel("KL coefficient", ("train/kl_coef",)),
-    Panel("Entropy", ("train/entropy",)),
-    Panel("Gradient norm before clipping", ("train/grad_norm", "critic/grad_norm")),
-    Panel("KL of an update", ("train/approx_kl",)),
-    Panel("Clipped tokens", ("train/clip_fraction", "train/dual_clip_fraction", "critic/value_clip_fraction")),
-    Panel("Probability ratio", ("train/ratio",)),
-    Panel("Learning rate", ("train/lr", "critic/lr")),
-    Panel("Critic's loss", ("critic/loss", "critic/value_error")),
-    Panel("Critic's values", ("critic/value",)),
-    Panel("Length of answers", ("rollout/response_tokens_mean", "rollout/response_tokens_max")),
-    Panel("Truncated answers", ("rollout/truncated_fraction",)),
-    Panel("Groups whose rewards are all equal", ("rollout/zero_variance_groups",)),
-)
-TIME = (
-    Panel("Seconds of a step", ("time/step", "time/sync", "time/generate", "time/train", "time/wait")),
-    Panel("Throughput", ("tokens_per_second",)),
-    Panel("Busy seconds of a role", ("time/training_busy", "time/generation_busy", "time/reward_busy")),
-    Panel("Seconds of an evaluation", ("time/eval",)),
-)
-SYNC = (
-    Panel("Bytes of a sync, all ranks", ("sync/received_bytes", "sync/lower_bound_bytes")),
-    Panel("Bytes between nodes", ("sync/network_bytes", "sync/network_bound_bytes")),
-    Panel("Seconds of a sync", ("sync/seconds", "sync/exposed_seconds")),
-    Panel("Bytes of a sync of changed elements", ("sync/delta_bytes", "sync/delta_bound_bytes")),
-    Panel("Weights whose bits have changed", ("sync/changed_fraction",)),
-)
-MEMORY = (
-    Panel("Peak memory by phase, fullest rank", MEMORY_OF_PHASES),
-    Panel("Buffers of a sync, fullest rank", ("sync/max_staging_bytes", "sync/max_finalize_bytes")),
-)
-MISMATCH = (
-    Panel("Difference of a token's log-probability, mean", ("mismatch/logprob_abs_mean",)),
-    Panel(
-        "Difference of a token's log-probability, its distribution",
-        ("mismatch/logprob_abs_p50", "mismatch/logprob_abs_p99", "mismatch/logprob_abs_max"),
-    ),
-    Panel(
-        "Difference of a token's log-probability, mean by its position: quarters of the longest answer",
-        tuple(f"mismatch/logprob_abs_quarter_{quarter}" for quarter in range(1, 5)),
-    ),
-    Panel("KL of the rollout's to the trainer's probabilities", ("mismatch/kl",)),
-    Panel("Factor of the correction", ("mismatch/weight",)),
-)
-SECTIONS: Mapping[str, Sequence[Panel]] = {
-    "learned": LEARNED,
-    "time": TIME,
-    "sync": SYNC,
-    "memory": MEMORY,
-    "mismatch": MISMATCH,
+SECTIONS: Mapping[str, Panels] = {
+    "learned": {
+        "Reward": ("reward/mean",),
+        "Held-out problems": ("eval/accuracy", "eval/reward"),
+        "Preference pairs ranked right": ("preference/accuracy", "eval/preference_accuracy"),
+        "Margin of preference pairs": ("preference/margin", "eval/preference_margin"),
+        "Rewards of preference pairs": ("preference/chosen_reward", "preference/rejected_reward"),
+        "Loss": ("train/loss",),
+        "KL to the reference": ("train/kl", "train/answer_kl"),
+        "KL coefficient": ("train/kl_coef",),
+        "Entropy": ("train/entropy",),
+        "Gradient norm before clipping": ("train/grad_norm", "critic/grad_norm"),
+        "KL of an update": ("train/approx_kl",),
+        "Clipped tokens": ("train/clip_fraction", "train/dual_clip_fraction", "critic/value_clip_fraction"),
+        "Probability ratio": ("train/ratio",),
+        "Learning rate": ("train/lr", "critic/lr"),
+        "Critic's loss": ("critic/loss", "critic/value_error"),
+        "Critic's values": ("critic/value",),
+        "Length of answers": ("rollout/response_tokens_mean", "rollout/response_tokens_max"),
+        "Truncated answers": ("rollout/truncated_fraction",),
+        "Groups whose rewards are all equal": ("rollout/zero_variance_groups",),
+    },
+    "time": {
+        "Seconds of a step": ("time/step", "time/sync", "time/generate", "time/train", "time/wait"),
+        "Throughput": ("tokens_per_second",),
+        "Busy seconds of a role": ("time/training_busy", "time/generation_busy", "time/reward_busy"),
+        "Seconds of an evaluation": ("time/eval",),
+    },
+    "sync": {
+        "Bytes of a sync, all ranks": ("sync/received_bytes", "sync/lower_bound_bytes"),
+        "Bytes between nodes": ("sync/network_bytes", "sync/network_bound_bytes"),
+        "Seconds of a sync": ("sync/seconds", "sync/exposed_seconds"),
+        "Bytes of a sync of changed elements": ("sync/delta_bytes", "sync/delta_bound_bytes"),
+        "Weights whose bits have changed": ("sync/changed_fraction",),
+    },
+    "memory": {
+        "Peak memory by phase, fullest rank": MEMORY_OF_PHASES,
+        "Buffers of a sync, fullest rank": ("sync/max_staging_bytes", "sync/max_finalize_bytes"),
+    },
+    "mismatch": {
+        "Difference of a token's log-probability, mean": ("mismatch/logprob_abs_mean",),
+        "Difference of a token's log-probability, its distribution": (
+            "mismatch/logprob_abs_p50",
+            "mismatch/logprob_abs_p99",
+            "mismatch/logprob_abs_max",
+        ),
+        "Difference of a token's log-probability, mean by its position: quarters of the longest answer": tuple(
+            f"mismatch/logprob_abs_quarter_{quarter}" for quarter in range(1, 5)
+        ),
+        "KL of the rollout's to the trainer's probabilities": ("mismatch/kl",),
+        "Factor of the correction": ("mismatch/weight",),
+    },
 }
 OTHER = "other"  # the section of all metrics that no panel names
 TABLED = "data/"  # metrics that are the same at every step
@@ -120,20 +109,19 @@ Metrics = Sequence[Mapping[str, tuple[Points, Points]]]
 
 def draw_sections(runs: Sequence[RunRecords], metrics: Metrics) -> dict[str, list[Chart]]:
     """Draw all metrics of the runs, by section."""
-    named = {key for panels in SECTIONS.values() for panel in panels for key in panel.keys}
+    named = {key for panels in SECTIONS.values() for keys in panels.values() for key in keys}
     others = dict.fromkeys(key for of_run in metrics for key in of_run if key not in named)
-    rest = [Panel(key, (key,)) for key in others if not key.startswith(TABLED)]
+    rest = {key: (key,) for key in others if not key.startswith(TABLED)}
     return {
-        section: [chart for panel in panels for chart in _charts(panel, runs, metrics)]
+        section: [chart for title, keys in panels.items() for chart in _charts(title, keys, runs, metrics)]
         for section, panels in {**SECTIONS, OTHER: rest}.items()
     }
 
 
-def _charts(panel: Panel, runs: Sequence[RunRecords], metrics: Metrics) -> Iterable[Chart]:
-    keys = [key for key in panel.keys if any(key in of_run for of_run in metrics)]
+def _charts(title: str, named: Sequence[str], runs: Sequence[RunRecords], metrics: Metrics) -> list[Chart]:
+    keys = [key for key in named if any(key in of_run for of_run in metrics)]
     if len(runs) > 1 and len(keys) > MAX_KEYS_OF_TWO_RUNS:
-        parts = [Panel(f"{panel.title}: {key}", (key,)) for key in keys]
-        return [chart for part in parts for chart in _charts(part, runs, metrics)]
+        return [chart for key in keys for chart in _charts(f"{title}: {key}", (key,), runs, metrics)]
     found = [
         # One run: a color for each metric; two: a color for each run, and dashes for each metric
         Curve(number, key, key, of_run[key][0], (place, 0), of_run[key][1])
@@ -146,9 +134,8 @@ def _charts(panel: Panel, runs: Sequence[RunRecords], metrics: Metrics) -> Itera
     if not found:
         return []
     steps = [row["step"] or 0.0 for run in runs for row in (*run.rows[:1], *run.rows[-1:])]
-    chart = draw_chart(
-        panel.title, unit_of(keys[0]), (min(steps), max(steps)), found, _limits(keys, runs), _marks(keys, runs)
-    )
+    limits, marks = _limits(keys, runs), _marks(keys, runs)
+    chart = draw_chart(title, unit_of(keys[0]), (min(steps), max(steps)), found, limits, marks)
     return [] if chart is None else [chart]
 
 
@@ -170,16 +157,15 @@ def _changes(event: Event, setting: str) -> bool:
     return event["event"] == "setting_changed" and event.get("key") == setting and is_number(event.get("step"))
 
 
-def _marks(keys: Sequence[str], runs: Sequence[RunRecords]) -> list[Mark]:
+def _marks(keys: Sequence[str], runs: Sequence[RunRecords]) -> list[tuple[float, str]]:
     found = []
     for number, run in enumerate(runs):
         for event in run.current_events:
             where = (event.get("metric"),) if event["event"] == "bound_left" else DRAWN_EVENTS.get(event["event"], ())
             if is_number(event.get("step")) and any(key in where for key in keys):
                 who = "" if len(runs) == 1 else f"{'AB'[number]}: "
-                found.append(
-                    Mark(event["step"], f"{who}step {event['step']:g}: {event['event']} {event_details(event)}")
-                )
+                text = f"{who}step {event['step']:g}: {event['event']} {event_details(event)}"
+                found.append((event["step"], text))
     return found
 
 

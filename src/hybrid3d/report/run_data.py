@@ -1,4 +1,7 @@
-"""Reads the folder of a run that has finished, stopped, or is still going on, whatever a crash has left in it."""
+"""Reads the folder of a run that has finished, stopped, or is still going on, whatever a crash has left in it.
+
+Samples are selected in one pass over a file of any size and in bounded memory.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ import fcntl
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, field
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, TypeGuard, cast
 
@@ -25,6 +28,7 @@ MAX_STEP = 2**52  # from about there on, one step more is the same floating-poin
 MAX_NUMBER = 1e300  # larger numbers, which no metric has, would overflow when a curve is scaled
 MAX_FAILURE = 4000  # characters of a failed rank's reason
 MAX_FAILURES = 8  # ranks whose reasons are read
+HEAD, TAIL = 4000, 2000  # characters of a longer text that are shown
 
 MEMORY = "memory/"  # of the keys of memory.jsonl
 
@@ -36,28 +40,18 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class RunRecords:
-    """What the folder of a run holds, except for its samples.
-
-    Attributes:
-        name: the recipe's name of the run.
-        state: FINISHED, GOING_ON (a process uses the folder), or STOPPED before the end.
-        settings: the recipe's settings by their dotted keys.
-        rows: those of metrics.jsonl, by step, with those of memory.jsonl; a value that is not finite is None.
-        memory_device: whose memory was measured, `cuda` or `cpu`; None if none was.
-        unreadable: by file, the number of lines that are no records, such as one that a crash has cut off.
-        failures: the reasons of ranks that have failed.
-    """
+    """What the folder of a run holds, except for its samples."""
 
     path: Path
-    name: str
-    state: str
-    settings: dict[str, Any]
-    rows: Sequence[Row]
-    memory_device: str | None
+    name: str  # the recipe's name of the run
+    state: str  # FINISHED, GOING_ON (a process uses the folder), or STOPPED before the end
+    settings: dict[str, Any]  # of the recipe, by their dotted keys
+    rows: Sequence[Row]  # of metrics.jsonl, by step, with those of memory.jsonl; a value that is not finite is None
+    memory_device: str | None  # whose memory was measured, `cuda` or `cpu`; None if none was
     events: Sequence[Event]
     timeline: Timeline | None
-    failures: Sequence[str]
-    unreadable: dict[str, int]
+    failures: Sequence[str]  # the reasons of ranks that have failed
+    unreadable: dict[str, int]  # by file, the lines that are no records, such as one that a crash has cut off
 
     @property
     def steps(self) -> int | None:
@@ -166,7 +160,8 @@ def _read(path: Path, read_one: Any, unreadable: dict[str, int]) -> Iterator[Any
 def _metrics_row(parsed: Any) -> Row | None:
     if not isinstance(parsed, dict) or not is_number(parsed.get("step")) or abs(parsed["step"]) > MAX_STEP:
         return None
-    return {key: value if is_number(value) else None for key, value in parsed.items() if _is_measured(value)}
+    measured = {key: value for key, value in parsed.items() if value is None or type(value) in (int, float)}
+    return {key: value if is_number(value) else None for key, value in measured.items()}
 
 
 def _memory_row(parsed: Any) -> tuple[Row, str] | None:
@@ -174,10 +169,6 @@ def _memory_row(parsed: Any) -> tuple[Row, str] | None:
     if row is None or parsed.get("device") not in ("cuda", "cpu"):
         return None
     return {key: value for key, value in row.items() if key == "step" or key.startswith(MEMORY)}, parsed["device"]
-
-
-def _is_measured(value: Any) -> bool:
-    return value is None or type(value) in (int, float)
 
 
 def _event(parsed: Any) -> Event | None:
@@ -219,11 +210,6 @@ def _failures(folder: RunFolder) -> list[str]:
     ]
 
 
-def settings_as_yaml(settings: dict[str, Any]) -> str:
-    """Return settings as lines `section.key: value`."""
-    return "\n".join(f"{key}: {setting_text(value)}" for key, value in settings.items())
-
-
 def setting_text(value: Any) -> str:
     """Return a setting's value as YAML in one line."""
     return (
@@ -231,3 +217,73 @@ def setting_text(value: Any) -> str:
         .removesuffix("\n...\n")
         .strip()
     )
+
+
+@dataclass
+class SampleSelection:
+    """The samples of a run that fit a budget of bytes: those of every n-th step and of the last."""
+
+    shown: list[dict[str, Any]] = field(default_factory=list)  # as the page embeds them
+    total: int = 0  # in the file
+    every: int = 1  # n
+    shortened: int = 0  # of those shown, how many have a text that is cut in its middle
+    unreadable: int = 0  # lines of the file that are no samples
+
+
+def select_samples(path: Path, max_bytes: int) -> SampleSelection:
+    """Select samples of `samples.jsonl`, evenly over the steps, whose JSON has at most `max_bytes` together."""
+    selection = SampleSelection()  # a quarter of the bytes is left for the last step
+    kept: dict[int, tuple[list[dict[str, Any]], int]] = {}  # by the place of their step: samples and their bytes
+    last: tuple[int, list[dict[str, Any]], int] = (-1, [], 0)
+    size = 0
+    for place, (_, group) in enumerate(groupby(_samples(path, selection), key=lambda sample: sample["step"])):
+        samples, nbytes = _within(group, max_bytes // 4)
+        last = place, samples, nbytes
+        if place % selection.every == 0:
+            kept[place] = samples, nbytes
+            size += nbytes
+        while size > max_bytes * 3 // 4 and len(kept) > 1:
+            selection.every *= 2
+            size -= sum(kept.pop(other)[1] for other in list(kept) if other % selection.every)
+    kept.setdefault(last[0], last[1:])
+    selection.shown = [sample for place in sorted(kept) for sample in kept[place][0]]
+    selection.shortened = sum(sample.pop("shortened") for sample in selection.shown)
+    return selection
+
+
+def _samples(path: Path, selection: SampleSelection) -> Iterator[dict[str, Any]]:
+    for parsed in read_lines(path):
+        if not isinstance(parsed, dict) or not is_number(parsed.get("step")):
+            selection.unreadable += 1
+            continue
+        selection.total += 1
+        sample: dict[str, Any] = {"step": parsed["step"], "shortened": False}
+        for key in ("reward", "weights"):
+            value = parsed.get(key)
+            sample[key] = value if is_number(value) else None
+        for key in ("prompt", "answer"):
+            text = parsed.get(key)
+            text = text if isinstance(text, str) else json.dumps(text)
+            sample["shortened"] |= len(text) > HEAD + TAIL
+            sample[key] = shorten(text)
+        for key in ("prompt_tokens", "answer_tokens"):
+            tokens = parsed.get(key)
+            sample[key] = len(tokens) if isinstance(tokens, list) else None
+        yield sample
+
+
+def _within(samples: Iterator[dict[str, Any]], max_bytes: int) -> tuple[list[dict[str, Any]], int]:
+    """Return the first samples of a step whose JSON fits, and its bytes; all are read."""
+    kept, size = [], 0
+    for sample in samples:
+        nbytes = len(json.dumps(sample))
+        if size + nbytes <= max_bytes:
+            kept.append(sample)
+            size += nbytes
+    return kept, size
+
+
+def shorten(text: str, head: int = HEAD, tail: int = TAIL) -> str:
+    """Return a text without the middle of what exceeds `head + tail` characters."""
+    left_out = len(text) - head - tail
+    return text if left_out <= 0 else f"{text[:head]}\n[… {left_out:,} characters …]\n{text[len(text) - tail :]}"

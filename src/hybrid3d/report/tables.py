@@ -1,4 +1,4 @@
-"""The tables of a report: the state of the runs, their syncs, the plan against what was measured, and settings."""
+"""The tables of a report: the state of the runs, their syncs and memory, plans against measurements, and settings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybrid3d.report.charts import format_number, format_value
-from hybrid3d.report.run_data import Row, RunRecords, setting_text
+from hybrid3d.report.run_data import MEMORY, Row, RunRecords, setting_text
+from hybrid3d.report.timeline import RankSpans
 
 NONE = "–"
 Plan = Mapping[str, Any]
@@ -16,11 +17,7 @@ Plan = Mapping[str, Any]
 
 STEP = "time/step"
 NOT_OF_THE_STEP = ("time/eval",)  # which time/step excludes
-OVERLAPPING = (
-    "time/training_busy",
-    "time/generation_busy",
-    "time/reward_busy",
-)  # of a role: within the phases, or beside them
+OVERLAPPING = ("time/training_busy", "time/generation_busy", "time/reward_busy")  # of a role: in phases, or beside them
 
 MEANING = {
     "time/sync": "weights to vLLM, offload of the trainer, allocation of the KV cache",
@@ -34,6 +31,29 @@ MEANING_IF_SPLIT = {
     "time/sync": "weights to the ranks that generate",
     "time/generate": "idle: waiting for samples from the ranks that generate",
     "time/eval": "idle: waiting for the evaluation; not part of time/step",
+}
+
+PHASES = {
+    "train": "Training",
+    "sync": "Sync",
+    "generate": "Generation",
+    "eval": "Evaluation",
+    "reward": "Rewards",
+    "record": "Recording",
+}
+MEMORY_OF_PHASES = tuple(f"{MEMORY}max_{phase}_bytes" for phase in PHASES)
+NO_PARTS = ("gpu", *PHASES, "kv_cache_tokens")  # of a plan's memory
+
+MEASURED_ON = {
+    None: "The run has not recorded its memory by phase.",
+    "cpu": (
+        "The run used no GPU. What is measured is the resident memory of a rank's process, with both engines and all "
+        "libraries; the plan is of the memory of a GPU, so that the two cannot be compared."
+    ),
+    "cuda": (
+        "What is measured is what torch had allocated on the GPU, vLLM's memory included, without what vLLM had freed "
+        "while it slept. CUDA, NCCL and gaps between torch's tensors take memory in addition."
+    ),
 }
 
 
@@ -112,22 +132,65 @@ def plan_table(run: RunRecords, plan: Plan) -> list[TableRow]:
     """Return the plan of a run's sync against its first sync of all weights, in bytes and seconds."""
     dense = next((row for row in run.rows if row.get("sync/dense")), {})
     bytes_of_sync = [
-        ("Received by all ranks", "received_bytes", "sync/received_bytes", ""),
-        ("Lower bound", "lower_bound_bytes", "sync/lower_bound_bytes", ""),
-        ("Between nodes", "network_bytes", "sync/network_bytes", ""),
-        ("Lower bound between nodes", "network_bound_bytes", "sync/network_bound_bytes", ""),
-        ("Staging, fullest rank", "max_staging_bytes", "sync/max_staging_bytes", ""),
-        ("Finalization, fullest rank", "max_finalize_bytes", "sync/max_finalize_bytes", "planned as an upper bound"),
+        ("Received by all ranks", "received_bytes", ""),
+        ("Lower bound", "lower_bound_bytes", ""),
+        ("Between nodes", "network_bytes", ""),
+        ("Lower bound between nodes", "network_bound_bytes", ""),
+        ("Staging, fullest rank", "max_staging_bytes", ""),
+        ("Finalization, fullest rank", "max_finalize_bytes", "planned as an upper bound"),
     ]
-    rows = []
-    for label, planned, measured, note in bytes_of_sync:
-        numbers = (plan.get(planned), dense.get(measured))
-        rows.append(TableRow(label, [_exact_bytes(number) for number in numbers], note))
     kind = setting_text(run.settings.get("machine.kind"))
-    seconds = [plan["seconds"]["sync"], statistics.median(_of_syncs(run, "sync/seconds", 1) or [float("nan")])]
-    cells = [NONE if value != value else format_value(value, "s") for value in seconds]
-    rows.append(TableRow("Seconds of a dense sync", cells, f"predicted for machine.kind={kind}; measured: the median"))
-    return rows
+    seconds = [format_value(plan["seconds"]["sync"], "s"), _median(_of_syncs(run, "sync/seconds", 1), "s")]
+    return [
+        *(
+            TableRow(label, [_exact_bytes(plan.get(key)), _exact_bytes(dense.get(f"sync/{key}"))], note)
+            for label, key, note in bytes_of_sync
+        ),
+        TableRow("Seconds of a dense sync", seconds, f"predicted for machine.kind={kind}; measured: the median"),
+    ]
+
+
+def memory_table(run: RunRecords, plan: Plan | None) -> tuple[list[str], list[TableRow]]:
+    """Return columns and rows of the fullest rank's memory by phase, planned and measured, and of a plan's parts."""
+    planned = plan["memory"] if plan else {}
+    peaks = {phase: run.metric(key) for phase, key in zip(PHASES, MEMORY_OF_PHASES, strict=True)}
+    most = {phase: max(found, key=lambda one: one[1]) for phase, found in peaks.items() if found}
+    measured = {phase: nbytes for phase, (_, nbytes) in most.items()}
+    columns: dict[str, Callable[[str], str]] = {}
+    if plan:
+        columns["Plan"] = lambda key: _bytes(planned.get(key))
+        columns["of a GPU"] = lambda key: _fraction(planned.get(key), planned["gpu"])
+    if run.memory_device:
+        columns["Measured"] = lambda key: _bytes(measured.get(key))
+    if plan and run.memory_device == "cuda":
+        columns["of the plan"] = lambda key: _fraction(measured.get(key), planned.get(key))
+    rows = {phase: label for phase, label in PHASES.items() if phase in most or phase in planned}
+    rows |= {key: f"{key.removeprefix('max_').replace('_', ' ')}, at most" for key in planned if key not in NO_PARTS}
+    return list(columns), [
+        TableRow(
+            label,
+            [cell(key) for cell in columns.values()],
+            f"measured: the most, at step {most[key][0]:g}" if key in most else "",
+        )
+        for key, label in rows.items()
+    ]
+
+
+def rank_memory_table(ranks: Sequence[RankSpans]) -> tuple[list[str], list[TableRow]]:
+    """Return the columns and rows of a table with the most memory that each rank has used in a step, by phase."""
+    found = [phase for phase in PHASES if any(phase in one.peaks for one in ranks)]
+    return [PHASES[phase] for phase in found], [
+        TableRow(f"rank {one.rank} · {one.role}", [_bytes(one.peaks.get(phase)) for phase in found])
+        for one in (ranks if found else ())
+    ]
+
+
+def _bytes(number: float | None) -> str:
+    return NONE if number is None else format_value(number, "bytes")
+
+
+def _fraction(part: float | None, whole: float | None) -> str:
+    return NONE if part is None or not whole else format_value(part / whole, "fraction")
 
 
 def differing_settings(a: RunRecords, b: RunRecords) -> list[TableRow]:
@@ -140,34 +203,45 @@ def differing_settings(a: RunRecords, b: RunRecords) -> list[TableRow]:
 def data_table(runs: Sequence[RunRecords]) -> list[TableRow]:
     """Return the counts of the data's rows, which are the same at every step."""
     keys = dict.fromkeys(key for run in runs for row in run.rows[-1:] for key in row if key.startswith("data/"))
-    return [TableRow(key, [_at(run.metric(key)[-1:], "", with_step=False) for run in runs]) for key in keys]
+    return [TableRow(key, [_median([v for _, v in run.metric(key)[-1:]], "") for run in runs]) for key in keys]
 
 
 def attribution_text(run: RunRecords) -> str:
-    """Return a sentence about how much of the run's steps is attributed to phases."""
-    found = attribute(run.rows)
-    if found.fraction is None or found.lowest is None:
+    """Return a sentence about how much of rank 0's seconds, which `time/` measures, is attributed to phases."""
+    phases = phases_of(run.rows)
+    sums = [(sum(row.get(key) or 0.0 for key in phases), step, row["step"]) for row, step in _measured_steps(run.rows)]
+    if not sums:
         return "The run has measured no step yet."
-    step, lowest = found.lowest
+    fraction = sum(inside for inside, _, _ in sums) / sum(seconds for _, seconds, _ in sums)
+    lowest, step = min((inside / seconds, step or 0.0) for inside, seconds, step in sums)
     return (
-        f"{100 * found.fraction:.2f} % of the seconds of all steps are attributed to a phase; "
+        f"{100 * fraction:.2f} % of the seconds of all steps are attributed to a phase; "
         f"of step {step:g}, the least attributed, {100 * lowest:.2f} %."
     )
 
 
+def median_seconds(rows: Sequence[Row]) -> dict[str, float]:
+    """Return the seconds of each phase and of the step, as medians over the steps that have it."""
+    measured = [row for row, _ in _measured_steps(rows)]
+    keys = (*phases_of(rows), *NOT_OF_THE_STEP, STEP)
+    values = {key: [value for row in measured if (value := row.get(key)) is not None] for key in keys}
+    return {key: statistics.median(found) for key, found in values.items() if found}
+
+
+def _measured_steps(rows: Iterable[Row]) -> list[tuple[Row, float]]:
+    return [(row, seconds) for row in rows if (seconds := row.get(STEP)) is not None and seconds > 0]
+
+
 def _of_syncs(run: RunRecords, key: str, dense: float | None) -> list[float]:
     """Return a metric at the syncs that were dense (1), or not (0), or at all (None)."""
-    rows = [
-        row for row in run.rows if dense is None or (row.get("sync/dense") is not None and row["sync/dense"] == dense)
-    ]
+    rows = [row for row in run.rows if dense in (None, row.get("sync/dense"))]
     return [value for row in rows if (value := row.get(key)) is not None]
 
 
 def _delta_share(run: RunRecords) -> str:
-    dense, changed = _of_syncs(run, "sync/received_bytes", 1), _of_syncs(run, "sync/delta_bytes", 0)
-    if not dense or not changed or not statistics.median(dense):
-        return NONE
-    return format_value(statistics.median(changed) / statistics.median(dense), "fraction")
+    both = _of_syncs(run, "sync/delta_bytes", 0), _of_syncs(run, "sync/received_bytes", 1)
+    changed, dense = (statistics.median(values) if values else None for values in both)
+    return _fraction(changed, dense)
 
 
 def _exposed_share(run: RunRecords) -> str:
@@ -195,11 +269,8 @@ def _rollout_layout(run: RunRecords) -> str:
     return _layout(run, "rollout", ("tp",)) + where
 
 
-def _at(points: Sequence[tuple[float, float]], unit: str, with_step: bool = True) -> str:
-    if not points:
-        return NONE
-    step, value = points[0]
-    return format_value(value, unit) + (f" (step {step:g})" if with_step else "")
+def _at(points: Sequence[tuple[float, float]], unit: str) -> str:
+    return f"{format_value(points[0][1], unit)} (step {points[0][0]:g})" if points else NONE
 
 
 def _median(values: Sequence[float], unit: str) -> str:
@@ -212,40 +283,10 @@ def _exact_bytes(number: float | None) -> str:
     return f"{format_value(number, 'bytes')} ({number:,.0f})" if number >= 1000 else f"{format_number(number)} B"
 
 
-@dataclass(frozen=True)
-class Attribution:
-    """How much of the seconds of all steps is in a phase.
-
-    Attributes:
-        fraction: over all steps; None without a step that measured its seconds.
-        lowest: the step with the lowest fraction, and that fraction.
-        median_seconds: by phase, over the steps that have it.
-    """
-
-    fraction: float | None
-    lowest: tuple[float, float] | None
-    median_seconds: dict[str, float]
-
-
 def phases_of(rows: Iterable[Row]) -> list[str]:
     """Return the phases that divide a step, in the order of the metrics."""
     found = dict.fromkeys(key for row in rows for key in row if key.startswith("time/"))
     return [key for key in found if key not in (STEP, *NOT_OF_THE_STEP, *OVERLAPPING)]
-
-
-def attribute(rows: Sequence[Row]) -> Attribution:
-    """Attribute the seconds of rank 0, which `time/` measures, to phases."""
-    phases = phases_of(rows)
-    measured = [(row, step) for row in rows if (step := row.get(STEP)) is not None and step > 0]
-    sums = [(row["step"] or 0.0, sum(row.get(key) or 0.0 for key in phases), step) for row, step in measured]
-    values = {
-        key: [v for row, _ in measured if (v := row.get(key)) is not None] for key in (*phases, "time/eval", STEP)
-    }
-    return Attribution(
-        fraction=sum(inside for _, inside, _ in sums) / sum(step for *_, step in sums) if sums else None,
-        lowest=min(((step, inside / seconds) for step, inside, seconds in sums), key=lambda one: one[1], default=None),
-        median_seconds={key: statistics.median(found) for key, found in values.items() if found},
-    )
 
 
 def meaning_of(phase: str, run: RunRecords) -> str:

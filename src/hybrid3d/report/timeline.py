@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ MAX_BYTES = 2**27  # of the file
 MAX_ROLE = 60  # characters of a role's name
 MAX_PEAK = 1e18  # bytes
 
-
 CAUSES = {"eval": "evaluate", "reward": "compute rewards", "record": "record the step", OTHER: "do other work"}
 
 
@@ -31,40 +30,31 @@ def cause_text(cause: str) -> str:
 
 @dataclass(frozen=True)
 class RankSpans:
-    """What a rank did: its activities, each with its begin and end in seconds since the step began.
-
-    Attributes:
-        peaks: the most bytes of memory that it used during each of them, if that was measured.
-    """
+    """What a rank did: its activities, each with its begin and end in seconds since the step began."""
 
     rank: int
     role: str
     spans: Sequence[tuple[str, float, float]]
-    peaks: Mapping[str, float] = field(default_factory=dict)
+    peaks: Mapping[str, float]  # the most bytes of memory that it used during each of them, if that was measured
 
 
 @dataclass(frozen=True)
 class RoleSeconds:
-    """How the ranks of a role spent a step, in seconds per rank on average.
-
-    Attributes:
-        busy: by activity.
-        idle: by what other ranks did meanwhile, or NOBODY.
-    """
+    """How the ranks of a role spent a step, in seconds per rank on average."""
 
     role: str
     ranks: int
-    busy: dict[str, float]
-    idle: dict[str, float]
+    busy: dict[str, float]  # by activity
+    idle: dict[str, float]  # by what other ranks did meanwhile, or NOBODY
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """The timeline of a step; `seconds` is its length."""
+    """The timeline of a step."""
 
     step: int | None
     ranks: Sequence[RankSpans]
-    seconds: float
+    seconds: float  # of the step
 
     def by_role(self) -> list[RoleSeconds]:
         """Return how the ranks of each role spent the step.
@@ -72,7 +62,7 @@ class Timeline:
         A rank is idle while it waits and while nothing is recorded of it. The cause is what most of the other ranks do
         at that time.
         """
-        idle = _IdleCauses(self.ranks, self.seconds)
+        idle_causes = _idle_causes(self.ranks, self.seconds)
         found = []
         for role in dict.fromkeys(one.role for one in self.ranks):
             of_role = [one for one in self.ranks if one.role == role]
@@ -83,11 +73,10 @@ class Timeline:
                     if name != IDLE:
                         busy[name] += (end - begin) / len(of_role)
                 for begin, end in _gaps(working, self.seconds):
-                    for cause, seconds in idle.during(begin, end):
+                    for cause, seconds in idle_causes(begin, end):
                         causes[cause] += seconds / len(of_role)
-            found.append(
-                RoleSeconds(role, len(of_role), dict(busy), dict(sorted(causes.items(), key=lambda one: -one[1])))
-            )
+            sorted_causes = dict(sorted(causes.items(), key=lambda one: -one[1]))
+            found.append(RoleSeconds(role, len(of_role), dict(busy), sorted_causes))
         return found
 
     def attributed_fraction(self) -> float:
@@ -96,39 +85,36 @@ class Timeline:
         return 1 - unknown / (self.seconds * len(self.ranks))
 
 
-class _IdleCauses:
-    """What most ranks do at each time of a step, with the seconds of each activity up to it."""
+def _idle_causes(ranks: Iterable[RankSpans], seconds: float) -> Callable[[float, float], list[tuple[str, float]]]:
+    """Return what returns the seconds between two times in which each activity was that of most ranks."""
+    changes = sorted(
+        change
+        for one in ranks
+        for name, begin, end in one.spans
+        if name != IDLE
+        for change in ((begin, 1, name), (end, -1, name))
+    )
+    active, causes = Counter[str](), [NOBODY]
+    for _, change, name in changes:
+        active[name] += change
+        most, count = max(active.items(), key=lambda item: item[1])
+        causes.append(most if count > 0 else NOBODY)
+    times = [0.0, *(time for time, *_ in changes), seconds]
+    lengths = [max(0.0, b - a) for a, b in pairwise(times)]
+    totals = {  # the seconds of each activity up to each time
+        cause: [0.0, *accumulate(length * (cause == one) for length, one in zip(lengths, causes, strict=True))]
+        for cause in set(causes)
+    }
 
-    def __init__(self, ranks: Iterable[RankSpans], seconds: float):
-        changes = sorted(
-            change
-            for one in ranks
-            for name, begin, end in one.spans
-            if name != IDLE
-            for change in ((begin, 1, name), (end, -1, name))
-        )
-        active, causes = Counter[str](), [NOBODY]
-        for _, change, name in changes:
-            active[name] += change
-            most, count = max(active.items(), key=lambda item: item[1])
-            causes.append(most if count > 0 else NOBODY)
-        self._times = [0.0, *(time for time, *_ in changes), seconds]
-        lengths = [max(0.0, b - a) for a, b in zip(self._times, self._times[1:], strict=False)]
-        self._causes = causes
-        self._totals = {
-            cause: [0.0, *accumulate(length * (cause == one) for length, one in zip(lengths, causes, strict=True))]
-            for cause in set(causes)
-        }
+    def until(cause: str, time: float) -> float:
+        place = min(bisect_right(times, time), len(causes)) - 1
+        return totals[cause][place] + (time - times[place]) * (causes[place] == cause)
 
-    def during(self, begin: float, end: float) -> list[tuple[str, float]]:
-        """Return the seconds between two times in which each activity was that of most ranks."""
-        found = ((cause, self._until(cause, end) - self._until(cause, begin)) for cause in self._totals)
+    def between(begin: float, end: float) -> list[tuple[str, float]]:
+        found = ((cause, until(cause, end) - until(cause, begin)) for cause in totals)
         return [(cause, seconds) for cause, seconds in found if seconds > 0]
 
-    def _until(self, cause: str, time: float) -> float:
-        place = min(bisect_right(self._times, time), len(self._causes)) - 1
-        within = (time - self._times[place]) * (self._causes[place] == cause)
-        return self._totals[cause][place] + within
+    return between
 
 
 def _gaps(spans: Sequence[tuple[float, float]], seconds: float) -> list[tuple[float, float]]:
@@ -150,18 +136,15 @@ def read_timeline(path: Path) -> Timeline | None:
         step = trace.get("otherData", {}).get("step")
     except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None
-    by_rank: dict[tuple[int, str], list[tuple[str, float, float]]] = {}
-    peaks: dict[tuple[int, str], dict[str, float]] = {}
+    by_rank = defaultdict[tuple[int, str], list[tuple[str, float, float]]](list)
+    peaks = defaultdict[tuple[int, str], dict[str, float]](dict)
     for rank, role, span, peak in events:
-        by_rank.setdefault((rank, role), []).append(span)
-        if peak is not None:
-            peaks.setdefault((rank, role), {})[span[0]] = peak
+        by_rank[rank, role].append(span)
+        peaks[rank, role] |= {} if peak is None else {span[0]: peak}
     seconds = max((end for _, _, (_, _, end), _ in events), default=0.0)
     if not seconds > 0:
         return None
-    ranks = [
-        RankSpans(*who, sorted(spans, key=lambda s: s[1]), peaks.get(who, {})) for who, spans in sorted(by_rank.items())
-    ]
+    ranks = [RankSpans(*who, sorted(spans, key=lambda s: s[1]), peaks[who]) for who, spans in sorted(by_rank.items())]
     return Timeline(step if type(step) is int else None, ranks, seconds)
 
 

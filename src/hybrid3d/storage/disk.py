@@ -16,16 +16,16 @@ DISK_FULL_MESSAGES = ("No space left on device", "Disk quota exceeded")  # an er
 LOW_SPACE_BYTES = 2**20  # with less free space, a failure without a known cause is reported as a full disk
 
 
-class CheckpointWriteError(RuntimeError):
-    """A file could not be written; the message says which, why, and how many bytes are free on its file system.
-
-    Attributes:
-        raised_on_all_ranks: whether every rank raises it, so that one report is enough.
-    """
+class CheckpointError(Exception):
+    """Base class of errors of checkpoints; if it is `raised_on_all_ranks`, one report is enough."""
 
     def __init__(self, message: str, raised_on_all_ranks: bool = False):
         super().__init__(message)
         self.raised_on_all_ranks = raised_on_all_ranks
+
+
+class CheckpointWriteError(CheckpointError, RuntimeError):
+    """A file could not be written; the message says which, why, and how many bytes are free on its file system."""
 
 
 def free_bytes(path: Path) -> int:
@@ -89,10 +89,8 @@ def _first_line(error: BaseException) -> str:
 MOUNTS = Path("/proc/self/mountinfo")  # see proc(5); on Linux only
 
 # File systems on which another machine may see a renamed folder late, twice, or in parts
-NOT_ATOMIC = {"nfs", "nfs4", "cifs", "smb3", "9p", "afs", "vboxsf", "drvfs"}
-NOT_ATOMIC |= {
-    f"fuse.{name}" for name in ("sshfs", "s3fs", "gcsfuse", "goofys", "mountpoint-s3", "rclone", "blobfuse2")
-}
+FUSE_NOT_ATOMIC = ("sshfs", "s3fs", "gcsfuse", "goofys", "mountpoint-s3", "rclone", "blobfuse2")
+NOT_ATOMIC = {"nfs", "nfs4", "cifs", "smb3", "9p", "afs", "vboxsf", "drvfs", *(f"fuse.{n}" for n in FUSE_NOT_ATOMIC)}
 
 
 def file_system_type(path: Path, mounts: str) -> str:

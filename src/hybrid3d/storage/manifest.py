@@ -20,6 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 from hybrid3d.errors import UserMistake
+from hybrid3d.storage.disk import CheckpointError
 from hybrid3d.storage.user_files import UnreadableFile, read_json_file
 
 MANIFEST = "manifest.json"
@@ -29,16 +30,8 @@ SHARDS = (".distcp", ".pt")  # suffixes of Megatron's other files
 CHUNK = 16 * 2**20
 
 
-class BrokenCheckpoint(UserMistake):
-    """A file of a checkpoint is missing, or differs from what was written.
-
-    Attributes:
-        raised_on_all_ranks: whether every rank raises it, so that one report is enough.
-    """
-
-    def __init__(self, message: str, raised_on_all_ranks: bool = False):
-        super().__init__(message)
-        self.raised_on_all_ranks = raised_on_all_ranks
+class BrokenCheckpoint(CheckpointError, UserMistake):
+    """A file of a checkpoint is missing, or differs from what was written."""
 
 
 class UnusableCheckpoint(BrokenCheckpoint):
@@ -51,23 +44,14 @@ class ForeignCheckpoint(UnusableCheckpoint):
 
 @dataclass(frozen=True)
 class Identity:
-    """Which run and step a checkpoint, or the record of a step, is of.
+    """Which run and step a checkpoint, or the record of a step, is of."""
 
-    Attributes:
-        run: id of the run, drawn when its folder is created.
-        folder: name of the folder that was written.
-        updates: number of the policy's updates.
-        recipe_digest: digest of the settings that a resume must not change.
-        recipe: the run's recipe as YAML.
-        inputs: digests of the files that the run has read, by setting and file name.
-    """
-
-    run: str
-    folder: str
-    updates: int
-    recipe_digest: str
-    recipe: str
-    inputs: Mapping[str, str]
+    run: str  # id of the run, drawn when its folder is created
+    folder: str  # name of the folder that was written
+    updates: int  # number of the policy's updates
+    recipe_digest: str  # digest of the settings that a resume must not change
+    recipe: str  # the run's recipe as YAML
+    inputs: Mapping[str, str]  # digests of the files that the run has read, by setting and file name
 
 
 def write(
@@ -75,9 +59,7 @@ def write(
 ) -> None:
     """Write the manifest: a checkpoint's files, by their path within `folder`, with sizes in bytes and CRC-32.
 
-    Args:
-        identity: which run and step the files are of, if they are of a run.
-        versions: of the packages that wrote them, by name.
+    Files of a run have an identity. `versions` are those of the packages that wrote the files, by name.
     """
     files = {name: {"bytes": (folder / name).stat().st_size, "crc32": crc} for name, crc in sorted(crcs.items())}
     content = {"files": files} if identity is None else {"identity": asdict(identity), "files": files}
@@ -221,26 +203,18 @@ def read_manifest(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def read_identity(folder: Path) -> Identity | None:
-    """Return which run and step a checkpoint is of; None if the version that wrote it did not say so.
-
-    Raises:
-        BrokenCheckpoint, UnusableCheckpoint: as `read_manifest`.
-    """
+    """Return which run and step a checkpoint is of; None if it does not say so. Raises `BrokenCheckpoint`s."""
     return _identity(folder, _read_content(folder))
 
 
 def read_versions(folder: Path) -> dict[str, str]:
-    """Return the versions of the packages that wrote a checkpoint, by name; empty if the manifest has none.
-
-    Raises:
-        BrokenCheckpoint, UnusableCheckpoint: as `read_manifest`.
-    """
-    read = _read_content(folder).get("versions", {})
+    """Return the versions of the packages that wrote a checkpoint, by name, if any. Raises `BrokenCheckpoint`s."""
+    read = _read_content(folder).get("versions")
     return {str(name): str(version) for name, version in read.items()} if isinstance(read, dict) else {}
 
 
 def content_digest(folder: Path) -> str:
-    """Return a digest of a checkpoint's content: what has another digest is another checkpoint, whatever its step.
+    """Return a digest of a checkpoint's content, whatever its step: another checkpoint has another digest.
 
     Raises:
         BrokenCheckpoint, UnusableCheckpoint: as `read_manifest`.
@@ -308,9 +282,8 @@ def file_digest(path: str | Path) -> str:
     size, crc = os.path.getsize(path), 0
     with open(path, "rb") as file:
         if size <= WHOLE:
-            crc = _crc(file)
-        else:
-            for part in range(PARTS):
-                file.seek(part * (size - PART) // (PARTS - 1))
-                crc = zlib.crc32(file.read(PART), crc)
+            return f"{size}-{_crc(file):08x}"
+        for part in range(PARTS):
+            file.seek(part * (size - PART) // (PARTS - 1))
+            crc = zlib.crc32(file.read(PART), crc)
     return f"{size}-{crc:08x}"

@@ -36,12 +36,7 @@ _CONVERSION_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, V
 
 
 class UnreadableFile(UserMistake):
-    """A file that the user gave cannot be read.
-
-    Attributes:
-        path: the file.
-        why: what is wrong, without the path.
-    """
+    """A file that the user gave cannot be read; `why` says what is wrong, without the path."""
 
     def __init__(self, path: str, why: str) -> None:
         self.path, self.why = path, why
@@ -54,9 +49,7 @@ class UnreadableFile(UserMistake):
 def read_text_file(path: str | Path, what: str = "a text file", limit: int = MAX_TEXT_BYTES) -> str:
     """Return the text of a regular file in UTF-8. A FIFO or a device is refused without opening it, which could block.
 
-    Args:
-        what: what the file should be, for the message.
-        limit: the maximum size in bytes.
+    Messages say what the file should be. `limit` is its maximum size in bytes.
 
     Raises:
         UnreadableFile: it is missing, no regular file, too large, or not UTF-8.
@@ -68,7 +61,7 @@ def read_text_file(path: str | Path, what: str = "a text file", limit: int = MAX
         raise UnreadableFile(str(path), f"is not {what}: {error}") from error
 
 
-def read_bytes(path: str | Path, what: str = "a file", limit: int = MAX_JSON_BYTES) -> bytes:
+def read_bytes(path: str | Path, what: str, limit: int) -> bytes:
     """Return the bytes of a regular file. Arguments and errors are those of `read_text_file`."""
     try:
         _check_regular(path, os.stat(path).st_mode)
@@ -78,10 +71,8 @@ def read_bytes(path: str | Path, what: str = "a file", limit: int = MAX_JSON_BYT
             data = file.read(limit + 1)
     except UnreadableFile:
         raise
-    except OSError as error:
-        raise UnreadableFile(str(path), f"cannot be read: {error.strerror}") from error
-    except ValueError as error:  # a path with a NUL character, or with half of a surrogate pair
-        raise UnreadableFile(str(path), f"cannot be read: {error}") from error
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
     if len(data) > limit:
         size = max(opened.st_size, len(data))
         raise UnreadableFile(str(path), f"is too large for {what}: {size:,} bytes, at most {limit:,}")
@@ -95,28 +86,23 @@ def check_regular_file(path: str | Path) -> None:
         UnreadableFile: it is missing, a folder, a FIFO, a device, or an address (nothing is fetched).
     """
     try:
-        _check_regular(path, os.stat(path).st_mode)
+        mode = os.stat(path).st_mode
     except FileNotFoundError:
         scheme = _SCHEME.match(str(path))
-        why = (
-            f"is an address ({scheme[0]}...): copy it to a local file, nothing is fetched" if scheme else "no such file"
-        )
-        raise UnreadableFile(str(path), why) from None
-    except OSError as error:
-        raise UnreadableFile(str(path), f"cannot be read: {error.strerror}") from error
-    except UnreadableFile:
-        raise
-    except ValueError as error:  # a path with a NUL character, or with half of a surrogate pair
-        raise UnreadableFile(str(path), f"cannot be read: {error}") from error
+        address = scheme and f"is an address ({scheme[0]}...): copy it to a local file, nothing is fetched"
+        raise UnreadableFile(str(path), address or "no such file") from None
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+    _check_regular(path, mode)
 
 
-def read_json_file(path: str | Path, what: str = "JSON", limit: int = MAX_JSON_BYTES) -> Any:
-    """Return the value in a JSON file. Arguments are those of `read_text_file`.
+def read_json_file(path: str | Path, what: str = "JSON") -> Any:
+    """Return the value in a JSON file; messages say what it should be.
 
     Raises:
         UnreadableFile: it cannot be read, is not JSON (with the line), or is refused by `parse_json`.
     """
-    text = read_text_file(path, what, limit)
+    text = read_text_file(path, what, MAX_JSON_BYTES)
     try:
         return parse_json(text)
     except ValueError as error:
@@ -205,7 +191,10 @@ class _Loader(yaml.SafeLoader):
         if isinstance(node, yaml.ScalarNode):
             if tag != "str" and len(node.value) > MAX_SCALAR:
                 _refuse(f"a value of {len(node.value):,} characters that is no string", node.start_mark)
-            _check_scalar(node)
+            try:
+                _check_characters(node.value)
+            except ValueError as error:
+                _refuse(str(error), node.start_mark)
         try:
             return super().construct_object(node, deep)
         except _CONVERSION_ERRORS as error:
@@ -228,13 +217,6 @@ def _refuse(problem: str, mark: Any) -> NoReturn:
     raise yaml.constructor.ConstructorError(problem=problem, problem_mark=mark)
 
 
-def _check_scalar(node: yaml.ScalarNode) -> None:
-    try:
-        _check_characters(node.value)
-    except ValueError as error:
-        _refuse(str(error), node.start_mark)
-
-
 def _check_characters(text: str) -> None:
     """Refuse characters that no file name and no UTF-8 text can contain. ValueError: there is one."""
     if "\0" in text:
@@ -254,6 +236,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     for name in result:
         _check_characters(name)
     return result
+
+
+def _unreadable(path: str | Path, error: OSError | ValueError) -> UnreadableFile:
+    # ValueErrors are of a path with a NUL character, or with half of a surrogate pair
+    why = error.strerror if isinstance(error, OSError) else error
+    return UnreadableFile(str(path), f"cannot be read: {why}")
 
 
 def _check_regular(path: str | Path, mode: int) -> None:

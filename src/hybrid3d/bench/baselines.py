@@ -1,16 +1,16 @@
-"""A baseline with the same engines at both ends: every tensor is gathered on every rank.
+"""What a sync is compared with, between the same engines: a gather of every tensor on every rank, and pure transport.
 
-Each stage broadcasts what it holds to the ranks at the same position of the other stages. TP groups, and for experts
-the groups of EP x ETP, then all-gather it, and each rank copies what vLLM wants. This runs in buckets: while two are
-broadcast, the previous one is gathered, and the one before that copied. Broadcasts and all-gathers consist of sends and
-receives that are all in flight at once, as hybrid3d's are.
+In the gather, each stage broadcasts what it holds to the ranks at the same position of the other stages. TP groups,
+and for experts the groups of EP x ETP, then all-gather it, and each rank copies what vLLM wants. This runs in buckets:
+while two are broadcast, the previous one is gathered, and the one before that copied. Broadcasts and all-gathers
+consist of sends and receives that are all in flight at once, as hybrid3d's are.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from hybrid3d.reshard.plan.layout import (
     contiguous_stride,
     pieces_by_name,
 )
+from hybrid3d.reshard.plan.planner import RankPlan
 
 BROADCASTS_IN_FLIGHT = 2  # buckets that are broadcast while one is gathered
 BUFFERS = BROADCASTS_IN_FLIGHT + 2
@@ -43,20 +44,14 @@ Kind = tuple[int | None, str, str]
 
 @dataclass(frozen=True)
 class Peers:
-    """What a rank needs to know about the other ranks.
-
-    Attributes:
-        signatures: what each rank holds.
-        tp, experts: the ranks over which this rank's weights are all-gathered.
-        columns: for each rank, the ranks at its position of every stage, in the order of the stages.
-    """
+    """What a rank needs to know about the other ranks."""
 
     rank: int
-    signatures: Sequence[Signature]
+    signatures: Sequence[Signature]  # what each rank holds
     shapes: Mapping[str, Shape]
-    tp: Sequence[int]
-    experts: Sequence[int]
-    columns: Sequence[Sequence[int]]
+    tp: Sequence[int]  # the ranks over which this rank's weights are all-gathered
+    experts: Sequence[int]  # those for its experts
+    columns: Sequence[Sequence[int]]  # for each rank, those at its position of every stage, in the order of the stages
 
     @classmethod
     def create(
@@ -73,42 +68,27 @@ class Peers:
 
 @dataclass
 class _Bucket:
-    """Parts of tensors of one layer and dtype that are gathered together.
-
-    Attributes:
-        root: the rank of this rank's column that holds its part.
-        ranks: the ranks whose parts are gathered; only this one if each column has the whole bucket.
-        members: the pieces of each of these ranks, in the order in which they are stored in that rank's part.
-        parts: the memory of each part, including `local`.
-        nbytes: the bytes of the longest part.
-    """
+    """Parts of tensors of one layer and dtype that are gathered together."""
 
     layer: int | None
-    root: int
-    ranks: Sequence[int]
-    members: list[list[Piece]]
+    root: int  # the rank of this rank's column that holds its part
+    ranks: Sequence[int]  # whose parts are gathered; only this one if each column has the whole bucket
+    members: list[list[Piece]]  # of each of these ranks, in the order in which they are stored in that rank's part
     opens: bool = False
     closes: bool = False
     local: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    parts: list[torch.Tensor] = field(default_factory=list)
+    parts: list[torch.Tensor] = field(default_factory=list)  # the memory of each, including `local`
     packing: BatchedCopies = field(default_factory=BatchedCopies)
     unpacking: BatchedCopies = field(default_factory=BatchedCopies)
 
     @property
     def nbytes(self) -> int:
+        """The bytes of the longest part."""
         return max(sum(piece.nbytes for piece in pieces) for pieces in self.members)
-
-    @property
-    def buffer_bytes(self) -> int:
-        return align_up(self.nbytes) * len(self.members)
 
 
 class GatherBaseline:
-    """Gathers every tensor on this rank, one bucket at a time. Every rank calls `run` together.
-
-    Attributes:
-        nbytes: the bytes of its buffers.
-    """
+    """Gathers every tensor on this rank, one bucket at a time. Every rank calls `run` together."""
 
     def __init__(
         self,
@@ -123,11 +103,13 @@ class GatherBaseline:
         self._sink = wanted[1]
         self._transport = transport
         self._buckets = list(_buckets(peers, bucket_bytes))
-        sizes = [[bucket.buffer_bytes for bucket in self._buckets[turn::BUFFERS]] for turn in range(BUFFERS)]
-        memory = [DeviceBuffer(max(of_turn, default=0), device) for of_turn in sizes]
+        sizes = [align_up(bucket.nbytes) * len(bucket.members) for bucket in self._buckets]
+        memory = [DeviceBuffer(max(sizes[turn::BUFFERS], default=0), device) for turn in range(BUFFERS)]
         holds, wants = pieces_by_name(held[0].pieces), pieces_by_name(wanted[0].pieces)
         for i, bucket in enumerate(self._buckets):
-            self._place(bucket, memory[i % BUFFERS])
+            buffer, step = memory[i % BUFFERS], align_up(bucket.nbytes)
+            bucket.parts = [buffer.flat_view(n * step, bucket.nbytes, torch.uint8) for n in range(len(bucket.ranks))]
+            bucket.local = bucket.parts[bucket.ranks.index(peers.rank)]
             self._bind_unpacking(bucket, wants)
             if bucket.root == peers.rank:
                 self._bind_packing(bucket, holds, held[1])
@@ -135,7 +117,7 @@ class GatherBaseline:
             bucket.unpacking.merge()
             bucket.opens = i == 0 or self._buckets[i - 1].layer != bucket.layer
             bucket.closes = i == len(self._buckets) - 1 or self._buckets[i + 1].layer != bucket.layer
-        self.nbytes = sum(one.nbytes for one in memory)
+        self.nbytes = sum(one.nbytes for one in memory)  # of its buffers
 
     @property
     def operations(self) -> int:
@@ -145,11 +127,6 @@ class GatherBaseline:
             spread = stages if bucket.root == self._peers.rank else 1
             found += spread + 2 * (len(bucket.ranks) - 1) + len(bucket.packing) + len(bucket.unpacking)
         return found
-
-    def _place(self, bucket: _Bucket, memory: DeviceBuffer) -> None:
-        step = align_up(bucket.nbytes)
-        bucket.parts = [memory.flat_view(i * step, bucket.nbytes, torch.uint8) for i in range(len(bucket.ranks))]
-        bucket.local = bucket.parts[list(bucket.ranks).index(self._peers.rank)]
 
     def _bind_unpacking(self, bucket: _Bucket, wants: Mapping[str, list[Piece]]) -> None:
         seen: set[tuple[str, Box]] = set()  # a piece that several ranks hold is read from the first one
@@ -164,7 +141,7 @@ class GatherBaseline:
                 seen.add((piece.name, piece.box))
 
     def _bind_packing(self, bucket: _Bucket, holds: Mapping[str, list[Piece]], source: Source) -> None:
-        for piece in bucket.members[list(bucket.ranks).index(self._peers.rank)]:
+        for piece in bucket.members[bucket.ranks.index(self._peers.rank)]:
             lies = next(p for p in holds[piece.name] if p.box.contains(piece.box))
             bucket.packing.add(_view(bucket.local, piece), source.read(lies.restrict(piece.box)))
 
@@ -188,12 +165,12 @@ class GatherBaseline:
 
     def _start_broadcast(self, number: int) -> Pending:
         """Pack a bucket on the ranks that hold it, and start its broadcast to the other stages."""
-        bucket, column = self._buckets[number], self._peers.columns[self._peers.rank]
+        bucket = self._buckets[number]
         bucket.packing.run()
         if bucket.root != self._peers.rank:
             self._transport.submit_recv(bucket.local, bucket.root, 2 * number)
         else:
-            for other in column:
+            for other in self._peers.columns[self._peers.rank]:
                 if other != self._peers.rank:
                     self._transport.submit_send(bucket.local, other, 2 * number)
         return self._transport.run()
@@ -229,11 +206,9 @@ class GatherBaseline:
             for other in bucket.ranks:
                 sent[other] += bucket.nbytes
                 received[other] += bucket.nbytes
-        return exclude_rank(sent, self._peers.rank), exclude_rank(received, self._peers.rank)
-
-
-def exclude_rank(counts: dict[int, int], rank: int) -> dict[int, int]:
-    return {other: nbytes for other, nbytes in counts.items() if other != rank}
+        for counts in (sent, received):
+            counts.pop(self._peers.rank, None)
+        return sent, received
 
 
 def _buckets(peers: Peers, limit: int) -> Iterator[_Bucket]:
@@ -244,10 +219,8 @@ def _buckets(peers: Peers, limit: int) -> Iterator[_Bucket]:
         for rank, found in zip(column, _kinds(peers, column, everywhere), strict=True)
     }
     column = peers.columns[peers.rank]
-    every = []
-    for stage, rank in enumerate(
-        column
-    ):  # alternate between the layers of all stages, so that all stages send at the same time
+    every = []  # alternates between the layers of all stages, so that all stages send at the same time
+    for stage, rank in enumerate(column):
         layers = sorted({layer for layer, _, _ in kinds[rank] if layer is not None})
         every += [(kind[0] is None, kind[0] and layers.index(kind[0]), stage, kind) for kind in kinds[rank]]
     for _, _, stage, kind in sorted(every):
@@ -262,16 +235,12 @@ def _held_in_full(peers: Peers) -> list[set[str]]:
     """Return, for each stage, the tensors that each of its ranks holds in full; other tensors are gathered."""
     found = []
     for ranks in zip(*peers.columns, strict=True):
-        of_ranks = [
-            {
-                name
-                for boxes, names in peers.signatures[rank].items()
-                for name in names
-                if any(box == Box.full(peers.shapes[name]) for box, _ in boxes)
-            }
+        held = [
+            [(name, box) for boxes, names in peers.signatures[rank].items() for name in names for box, _ in boxes]
             for rank in ranks
         ]
-        found.append(set.intersection(*of_ranks))
+        in_full = [{name for name, box in of_rank if box == Box.full(peers.shapes[name])} for of_rank in held]
+        found.append(set.intersection(*in_full))
     return found
 
 
@@ -299,7 +268,10 @@ def _cut(members: list[list[Piece]], limit: int) -> Iterator[list[list[Piece]]]:
     if any(of_member != sizes[0] for of_member in sizes):
         yield members
         return
-    small = [[part for piece in pieces for part in _split(piece, limit)] for pieces in members]
+    small = [
+        [replace(piece, box=box) for piece in pieces for box in piece.box.split(max(1, limit // ITEMSIZE[piece.dtype]))]
+        for pieces in members
+    ]
     first, load = 0, 0
     for i, piece in enumerate(small[0]):
         if load and load + piece.nbytes > limit:
@@ -309,20 +281,60 @@ def _cut(members: list[list[Piece]], limit: int) -> Iterator[list[list[Piece]]]:
     yield [pieces[first:] for pieces in small]
 
 
-def _split(piece: Piece, limit: int) -> list[Piece]:
-    boxes = piece.box.split(max(1, limit // ITEMSIZE[piece.dtype]))
-    return [Piece(piece.name, box, piece.view, piece.dtype) for box in boxes]
-
-
 def _pack_views(pieces: Sequence[Piece]) -> list[Piece]:
     """Return the pieces with views of one contiguous buffer."""
     found, at = [], 0
     for piece in pieces:
-        view = View("", at, contiguous_stride(piece.box.size))
-        found.append(Piece(piece.name, piece.box, view, piece.dtype))
+        found.append(replace(piece, view=View("", at, contiguous_stride(piece.box.size))))
         at += piece.box.numel
     return found
 
 
 def _view(flat: torch.Tensor, piece: Piece) -> torch.Tensor:
     return strided_view(flat.view(getattr(torch, piece.dtype)), piece.view, piece.box.size)
+
+
+class Wire:
+    """Pure transport: sends one message to each peer and receives one from each, all at once, and copies what stays.
+
+    `sent` and `received` are bytes by peer, and `stays` the bytes that are copied within this rank.
+    """
+
+    def __init__(
+        self,
+        sent: Mapping[int, int],
+        received: Mapping[int, int],
+        stays: int,
+        transport: Transport,
+        device: torch.device,
+    ):
+        self._transport = transport
+        outgoing = torch.zeros(max(sent.values(), default=0), dtype=torch.uint8, device=device)
+        self._sends = [(outgoing[:nbytes], dst) for dst, nbytes in sent.items()]
+        self._receives = [(torch.zeros(n, dtype=torch.uint8, device=device), src) for src, n in received.items()]
+        self._stays, self._copy = (torch.zeros(stays, dtype=torch.uint8, device=device) for _ in range(2))
+        self.operations = len(self._sends) + len(self._receives) + (1 if stays else 0)
+
+    def run(self) -> int:
+        """Run once, and return the received bytes."""
+        before = self._transport.received_bytes
+        for flat, src in self._receives:
+            self._transport.submit_recv(flat, src, 0)
+        for flat, dst in self._sends:
+            self._transport.submit_send(flat, dst, 0)
+        pending = self._transport.run()
+        self._copy.copy_(self._stays)
+        pending.wait()
+        return self._transport.received_bytes - before
+
+
+def bytes_by_peer(plan: RankPlan) -> tuple[dict[int, int], dict[int, int]]:
+    """Return the bytes that a rank's plan sends to each peer, and receives from it, by peer."""
+    sent: dict[int, int] = defaultdict(int)
+    received: dict[int, int] = defaultdict(int)
+    for t in plan.transfers:
+        if not t.is_local and t.src == plan.rank:
+            sent[t.dst] += t.nbytes
+        elif not t.is_local:
+            received[t.src] += t.nbytes
+    return sent, received
