@@ -22,11 +22,11 @@ assert SPEC.loader is not None
 structure = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(structure)
 
-FILES, LINES = 296, 53230  # of the package
+FILES, LINES = 295, 53160  # of the package
 LINES_OF_ROOM = {
     "__init__": 20,
     "__main__": 10,
-    "bench": 1550,
+    "bench": 1480,
     "certify": 670,
     "cli": 1270,
     "config": 3340,
@@ -58,9 +58,9 @@ LINES_OF_ROOM = {
     "weight_transfer": 1010,
     "workers": 1500,
 }
-IMPORTS = 0.0734  # the share of lines that imports take; 0.065 is aimed at
+IMPORTS = 0.0732  # the share of lines that imports take; 0.065 is aimed at
 NONE = {
-    "bench": 36,
+    "bench": 34,
     "certify": 12,
     "cli": 32,
     "config": 130,
