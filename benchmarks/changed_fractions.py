@@ -36,7 +36,7 @@ GRPO on SmolLM2-135M-Instruct in BF16, on one rank, {updates} updates at each le
 prompts x 8 answers, the reward scores them, Megatron makes one update, the weights are synced. Other settings are
 those of `{recipe}`: Adam with betas {beta1} and {beta2}, eps {eps}, gradients clipped to norm {clip_grad}, no
 weight decay. All runs begin with the same weights and prompts. Changed elements are counted in the bits of
-`train/megatron/changes.py`; after each update the script has found them equal to a comparison with a copy of the
+`train/megatron/stepping.py`; after each update the script has found them equal to a comparison with a copy of the
 weights from before it. The tied embedding counts once (a run at PP2 holds it twice).
 
 A prediction (`benchmarks/predicted_changes.py`) is made before the update: for update 1 from the weights and lr alone,

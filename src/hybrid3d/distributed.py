@@ -82,7 +82,7 @@ def start_roles(store: Store, roles: Mapping[str, range]) -> RoleGroups:
 def start_among(ranks: Sequence[int], name: str, store: Store) -> dist.ProcessGroup:
     """Bind this rank to its GPU, where there is one, and create a default process group of these ranks alone.
 
-    Each such group of the run has another name.
+    `name` is different for each such group of the run.
     """
     global _default_ranks
     _default_ranks = tuple(ranks)
@@ -199,8 +199,8 @@ def group_outside(
 ) -> dist.ProcessGroup:
     """Create a process group that is no part of the default group; torch has no public function for one.
 
-    Each group of this process has another name. `timeout` is that of its creation, and `about` says in torch's messages
-    what it is for.
+    `name` is different for each group of this process. `timeout` is that of its creation, and `about` says in torch's
+    messages what it is for.
     """
     group: dist.ProcessGroup
     group, _ = distributed_c10d._new_process_group_helper(

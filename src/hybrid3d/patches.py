@@ -41,8 +41,8 @@ class Patch:
         target: dotted name of the attribute, from its module on.
         package: the distribution that has it, in the range of versions for which the patch was written.
         test: the file of the test that fails without it.
-        replacement: called with the original, it returns what takes its place; None where a function named in `reason`
-            replaces it, or a context manager for a while.
+        replacement: called with the original, it returns what takes its place; None where what `reason` names
+            replaces it, for good or for a while.
         may_be_undefined: the dependency uses the name but defines it in some installations only; without it the
             original is None.
     """

@@ -22,7 +22,7 @@ assert SPEC.loader is not None
 structure = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(structure)
 
-FILES, LINES = 295, 53160  # of the package
+FILES, LINES = 295, 53200  # of the package
 LINES_OF_ROOM = {
     "__init__": 20,
     "__main__": 10,
@@ -35,9 +35,9 @@ LINES_OF_ROOM = {
     "engines": 1830,
     "errors": 40,
     "families": 1160,
-    "generation": 3630,
+    "generation": 3640,
     "inputs": 1020,
-    "launch": 2190,
+    "launch": 2200,
     "launch_environment": 350,
     "ledger": 310,
     "patches": 260,
@@ -49,11 +49,11 @@ LINES_OF_ROOM = {
     "rl": 2350,
     "rollout": 2500,
     "run": 1960,
-    "scoring": 4290,
+    "scoring": 4300,
     "storage": 670,
-    "sync": 890,
-    "train": 4270,
-    "trainer": 2900,
+    "sync": 900,
+    "train": 4280,
+    "trainer": 2910,
     "watch": 910,
     "weight_transfer": 1010,
     "workers": 1500,
@@ -85,7 +85,7 @@ NONE = {
     "scoring": 84,
     "storage": 3,
     "sync": 4,
-    "train": 95,
+    "train": 96,
     "trainer": 133,
     "watch": 35,
     "weight_transfer": 5,

@@ -148,3 +148,22 @@ def answer(work: Path, line: str, said: str) -> tuple[int, list[str], float]:
     )
     assert said in done.stdout + done.stderr
     return tuple(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.engines
+def test_rank_imports_its_engines_while_it_awaits_the_placement() -> None:
+    """And vLLM first: Megatron imports Inductor, which reads at import how many processes compile, which vLLM sets."""
+    code = """
+import sys
+from hybrid3d.planning import agreed_placement
+from hybrid3d.trainer import start
+agreed_placement.choose_placement = lambda *arguments: sorted({"vllm", "megatron.core"} & set(sys.modules))
+class Anything:
+    store = path = restart_count = property(lambda self: self)
+    progress = property(lambda self: self)
+print(start._slots(None, Anything(), Anything()))
+from torch._inductor import config
+print(config.compile_threads)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    assert found.stdout.splitlines()[-2:] == ["['megatron.core', 'vllm']", "1"], found.stderr

@@ -95,7 +95,7 @@ def describe_machine() -> str:
 
 
 def format_table(found: dict[str, Any], methods: Mapping[str, str] = METHODS) -> str:
-    """Return the measurements as a Markdown table of the methods that were measured, with lines of text below it."""
+    """Return the measurements as a Markdown table, a row for each of `methods` that was measured, with text below."""
     ratios, layout = found["ratios"], found["layout"]
     rows = [
         f"{found['name']}: {found['ranks']} ranks; {_sides(layout)}{_split(found)}; scaled: {found['scaled']}; "

@@ -126,7 +126,7 @@ def start_groups(recipe: Recipe, store: Store) -> RoleGroups:
 
 
 if __name__ == "__main__":
-    # Those of the first GPU, which takes a CUDA context for this process
+    required = required_bytes(load_derived(sys.argv[1]))
+    # Of the first GPU. It comes last, because asking takes a CUDA context for this process
     free_gpu_bytes = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
-    answers = required_bytes(load_derived(sys.argv[1])), free_gpu_bytes
-    Path(sys.argv[2]).write_text(json.dumps(answers), encoding="utf-8")
+    Path(sys.argv[2]).write_text(json.dumps((required, free_gpu_bytes)), encoding="utf-8")

@@ -1,6 +1,6 @@
-"""What `patches.py` and `touched.py` of a room say about its engine: the targets of patches, and what else is touched.
+"""What files of a room say about its engine: `patches.py` the targets of patches, others what else is touched.
 
-`touched.py` has these constants, of literals:
+`touched.py`, or `hold.py`, has these constants, of literals, which are read and never imported:
 
 - `TOUCHED`: by an engine's class or module, the attributes that are used of objects without a type.
 - `SETTINGS`: an engine's class, a file or folder here, and what there makes dicts of its fields: functions, constants.

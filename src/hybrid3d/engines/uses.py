@@ -2,7 +2,7 @@
 
 Read are imports and what follows their names by dots, calls with their arguments, classes with an engine's class as a
 base, attributes of what has an engine's class as annotation, and the tables of patches. What reading cannot find is
-declared in `touched.py` of their rooms (`declarations.py`).
+declared in `touched.py` or `hold.py` of their rooms (`declarations.py`).
 """
 
 from __future__ import annotations

@@ -49,7 +49,10 @@ class EvalResult:
 
 
 def measure(groups: Sequence[Sequence[HeldOutAnswer]], ks: Sequence[int], votes: bool) -> dict[str, float]:
-    """Return the metrics of answers, n to each problem in a row: with n > 1 also pass@k, and by a vote if they vote."""
+    """Return the metrics of answers, n to each problem in a row.
+
+    With n > 1 pass@k is estimated for each k of `ks`; `votes`: answers have what a majority vote compares.
+    """
     n = len(groups[0])
     right = [sum(answer.is_right for answer in answers) for answers in groups]
     found = {

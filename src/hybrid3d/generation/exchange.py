@@ -31,8 +31,7 @@ class Message:
         """Return which rank this one gets the message from, if from any, and to which ones it hands it on.
 
         A message enters a node once, where one of its receivers, another one for each number, hands it on to others.
-        `nodes`
-        has the node of each rank of the group.
+        `nodes` has the node of each rank of the group.
         """
         by_node: dict[int, list[int]] = {}
         for receiver in self.receivers:
@@ -54,7 +53,7 @@ def deliver(
     """Deliver messages, and return those that this rank has or gets, as bytes, by their numbers.
 
     Every rank of the group calls it with the same messages, and with the contents, by number, of those of which it is
-    the source. Each receives once what is for it. So many consecutive ranks share a node.
+    the source. Each receives once what is for it. `ranks_per_node` consecutive ranks share a node.
     """
     found, arriving = dict(contents), list[tuple[int, Any, list[int]]]()
     nodes, sent = [rank // ranks_per_node for rank in launcher_ranks(group)], list[Any]()
@@ -80,7 +79,8 @@ def deliver(
 class AnswerExchange:
     """Exchanges what replicas have answered: each replica's leading rank has it, and each receiver gets it once.
 
-    Of that this rank has received `received_bytes`.
+    An answer enters a node, which is `ranks_per_node` consecutive ranks, once. `received_bytes` counts the bytes of all
+    answers that this rank has received.
     """
 
     def __init__(self, group: dist.ProcessGroup, ranks_per_node: int, receivers: Sequence[int] | None = None):
@@ -119,6 +119,7 @@ def deliver_choices(
     Args:
         samples: the same on each rank, apart from which choices it has.
         wanted: which samples, by number, which ranks of the group want; the same on each rank.
+        per_node: the number of consecutive ranks that share a node.
     """
     parcels = []  # the samples of each message
     messages, contents = list[Message](), dict[int, torch.Tensor]()

@@ -45,8 +45,7 @@ class Selection:
 
     Groups of a prompt's samples with equal rewards have zero advantages: further prompts are answered to replace them
     (DAPO, arXiv 2503.14476, section 3.2), up to `extra` times as many as are wanted. Where they still do not suffice,
-    such
-    groups fill the batch.
+    such groups fill the batch.
 
     Attributes:
         greedy: answers that are trained on by nobody, which a reward model scores later.
@@ -315,7 +314,7 @@ class PartialRollouts(Rollouts):
         return replace(self._batch(selection, batches), unfinished=unfinished, dropped_tokens=dropped)
 
     def generate_ahead(self, version: int, recipe: Recipe, stop: Callable[[], bool]) -> None:
-        """Generate answers that later steps train, until `stop` returns True. Raises: as `generate_batch`."""
+        """Generate answers that later steps train, until `stop` returns True. Raises StaleWeights, NoReplicas."""
         ahead = recipe.async_
         most = min(ahead.batches_in_flight, ahead.max_staleness, recipe.run.steps - version)
         self._fill(version, most, recipe.algorithm.prompts_per_step, recipe)

@@ -38,7 +38,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     """Read a checkpoint's `config.json`, and check its values and those of `generation_config.json`.
 
     Raises:
-        CheckpointError: one of them cannot be read, or some of its values cannot be used; names each of the first.
+        CheckpointError: one of both cannot be read or has values that cannot be used; names each of `config.json`.
         UnsupportedModel: it is of a family that is known and not supported; with what is missing.
     """
     path = Path(folder) / "config.json"

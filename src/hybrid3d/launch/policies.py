@@ -46,7 +46,7 @@ class Over:
 
 @dataclass(frozen=True)
 class Again:
-    """The rank is started again, after `pause` seconds; `why` the process before has ended is empty if asked to."""
+    """The rank is started again after `pause` seconds; `why` the process before ended is empty if it was asked to."""
 
     why: str = ""
     pause: float = 0.0

@@ -28,8 +28,12 @@ SECRET_BYTES = 32
 POLL_SECONDS = 0.5
 
 
+class SecretError(RendezvousError):
+    """The run's secret cannot be written or read, or others can read it."""
+
+
 def write_secret(folder: RunFolder) -> None:
-    """Write a new secret; rank 0 does, before the ranks meet. If it cannot be written, `RendezvousError` is raised."""
+    """Write a new secret; rank 0 does, before the ranks meet. If it cannot be written, `SecretError` is raised."""
     _write(_path(folder), secrets.token_bytes(SECRET_BYTES).hex())
 
 
@@ -42,14 +46,14 @@ def _write(path: Path, text: str) -> None:
         draft.replace(path)
     except OSError as error:
         problem = f"{path}, which others must not read, could not be written ({error.strerror})"
-        raise RendezvousError(problem, 1) from error
+        raise SecretError(problem, 1) from error
 
 
 def adopt_secret(recipe: Recipe, folder: RunFolder, store: Store, rank: int) -> None:
     """Read the secret on every rank, after the ranks have met; write the agents' key on rank 0, if it is needed.
 
     Raises:
-        RendezvousError: it is not that of rank 0, or others can read it and roles or agents prove who they are with it.
+        SecretError: it is not that of rank 0, or others can read it and roles or agents prove who they are with it.
     """
     path, agents = _path(folder), None if recipe.rollout is None else recipe.rollout.agents
     is_proof = recipe.has_workers or agents is not None
@@ -72,7 +76,7 @@ def adopt_secret(recipe: Recipe, folder: RunFolder, store: Store, rank: int) -> 
             set_secret(found)
             return
         if time.monotonic() > end:
-            raise RendezvousError(f"{path} {problem}: do all nodes see the same folder?", 1)
+            raise SecretError(f"{path} {problem}: do all nodes see the same folder?", 1)
         time.sleep(POLL_SECONDS)
 
 
@@ -83,7 +87,7 @@ def _read(path: Path, must_be_private: bool) -> bytes:
             fix = "put the run's folder on a file system that keeps modes"
             message = f"{path} has mode {mode:04o}, expected 0600, as others can read the run's secret: {fix}"
             if must_be_private:
-                raise RendezvousError(message, 1)
+                raise SecretError(message, 1)
             logger.warning("%s", message)
         return bytes.fromhex(file.read())
 

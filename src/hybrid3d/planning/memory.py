@@ -121,6 +121,7 @@ class MemoryEstimate:
     """The memory in each phase of a step on the GPU that is fullest in that phase, in bytes.
 
     Attributes:
+        stages: the memory of each pipeline stage's fullest rank.
         fraction: the fraction of a GPU's memory, `capacity`, that vLLM may use.
         work_space: what vLLM uses besides its weights and its KV cache.
         sleeps: whether vLLM frees its memory during training.
@@ -135,7 +136,7 @@ class MemoryEstimate:
     fraction: float
     work_space: int
     kv_bytes_per_token: int
-    max_model_len: int
+    max_model_len: int  # in tokens
     sleeps: bool
     keeps_weights: bool
     offloads: tuple[str, ...]

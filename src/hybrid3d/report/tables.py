@@ -163,7 +163,7 @@ def memory_table(run: RunRecords, plan: Plan | None) -> tuple[list[str], list[Ta
     if run.memory_device:
         columns["Measured"] = lambda key: _bytes(measured.get(key))
     if plan and run.memory_device == "cuda":
-        columns["of the plan"] = lambda key: _fraction(measured.get(key), planned.get(key))
+        columns["of the plan"] = lambda key: _fraction(measured.get(key) or None, planned.get(key))
     rows = {phase: label for phase, label in PHASES.items() if phase in most or phase in planned}
     rows |= {key: f"{key.removeprefix('max_').replace('_', ' ')}, at most" for key in planned if key not in NO_PARTS}
     return list(columns), [

@@ -86,7 +86,7 @@ class Timeline:
 
 
 def _idle_causes(ranks: Iterable[RankSpans], seconds: float) -> Callable[[float, float], list[tuple[str, float]]]:
-    """Return what returns the seconds between two times in which each activity was that of most ranks."""
+    """Return a function of two times: the seconds between them in which each activity was that of most ranks."""
     changes = sorted(
         change
         for one in ranks

@@ -34,10 +34,12 @@ class SyncPlan:
 def plan_sync(
     source: WeightSource, sink: WeightSink, exchange: Exchange, bucket_bytes: int, ranks_per_node: int
 ) -> SyncPlan:
-    """Plan a sync, and prepare both ends of this rank for it. Every rank calls it together; numbers as `Resharder`'s.
+    """Plan a sync, and prepare both ends of this rank for it. Every rank calls it together.
+
+    For `bucket_bytes` and `ranks_per_node` see `Resharder`.
 
     Raises:
-        PlanError: the sinks want a tensor that no source holds or one box twice, or ranks differ in these numbers.
+        PlanError: the sinks want a tensor that no source holds or one box twice, or ranks differ in these two.
         UnsupportedLoader: the engine's loader of this model cannot be replayed on shards.
     """
     rank, node, held = exchange.rank, exchange.rank // ranks_per_node, source.holdings

@@ -104,8 +104,8 @@ class PromptData:
 
         A prompt has at most `max_prompt_tokens`, and with its longest answer and EOS at most `max_tokens`. Longer rows
         are refused, dropped or lose the beginning of their prompt, as `overlong` says. With a `max_tokens` of 0 no
-        answer is trained. `rejected` is the column of a pair's other answer, if there are pairs. The `remedy` raises
-        `max_prompt_tokens`, for a message.
+        answer is trained. `rejected` is the column of a pair's other answer, if there are pairs. Messages name
+        the `remedy`, which makes `max_prompt_tokens` larger.
 
         Raises:
             DataError: more rows are broken; a row is too long and `overlong="error"`; or more than half of the rows (or

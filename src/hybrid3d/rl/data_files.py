@@ -127,7 +127,10 @@ def _read_json(path: str | Path, columns: Sequence[str], chats: Sequence[str], f
 
 
 def _open_file(path: str | Path) -> pq.ParquetFile:
-    """Open a regular file: pyarrow itself would fetch an address, and wait for a FIFO. DataError, `_UNREADABLE`."""
+    """Open a regular file: pyarrow itself would fetch an address, and wait for a FIFO.
+
+    DataError: it is no regular file. One of `_UNREADABLE`: it cannot be read.
+    """
     _check_regular(path)
     return pq.ParquetFile(pa.OSFile(str(path)))
 

@@ -11,10 +11,7 @@ from hybrid3d.errors import UserMistake
 
 NOT_JSON = "not a readable file of JSON Lines"
 NAMED_LINES = 100  # whose keys a message lists
-_KINDS: dict[type, str] = {
-    **{bool: "true or false", int: "a number", float: "a number"},
-    **{dict: "an object", list: "a list", type(None): "null"},
-}
+_KINDS = {bool: "true or false", int: "a number", float: "a number", dict: "an object", list: "a list"}
 
 
 class InvalidLine(UserMistake):
@@ -26,7 +23,8 @@ def read_json_columns(
 ) -> list[list[Any]]:
     """Return the strings or chat turns of each column, None where a value is null or absent. Blank lines are no rows.
 
-    A dotted column may lie within objects; those in `chats` may hold chat turns. `first` is a number of rows, None all.
+    A dotted column may lie within objects; those in `chats` may hold chat turns. Only the `first` rows are
+    read, if it is given.
 
     Raises:
         InvalidLine: a line is no object or too deep, a value is no text, or no line has a column.

@@ -100,7 +100,7 @@ class Inspection:
                 setattr(fresh, key, value)
 
     def forget(self) -> None:
-        """Drop the prefix cache, as after a sync."""
+        """Drop the prefix cache, as after a sync; no request may be running."""
         self._engine.reset_cache()
 
     def answers(self, requests: Sequence[GenerationRequest]) -> list[Completion]:

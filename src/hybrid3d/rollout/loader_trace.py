@@ -226,7 +226,11 @@ def _check_written(recorder: _LoadRecorder, destinations: list[Destination]) -> 
             )
     if problems:
         summary = "tensors of vLLM would not be written exactly once by the tensors that Megatron holds:"
-        lines = [f"{len(problems)} {summary}", *list(problems.values())[:20], *["  ..."][: len(problems) > 20]]
+        lines = [
+            f"{len(problems)} {summary}",
+            *list(problems.values())[:20],
+            *(["  ..."] if len(problems) > 20 else []),
+        ]
         raise UnsupportedLoader("\n".join(lines))
 
 

@@ -182,7 +182,10 @@ def _kv_bytes(config: VllmConfig) -> Iterator[tuple[int, int]]:
 
 
 def _replicate_layers(demand: Demand, representatives: Sequence[int], wanted: Container[int] | None) -> Demand:
-    """Extend a demand that has one layer of each kind, the representative of others, to all layers that are wanted."""
+    """Extend a demand that has one layer of each kind to the layers that are wanted; None stands for all.
+
+    `representatives` has for each layer the layer of its kind that the demand has.
+    """
     filled = [fill.view.tensor for fill in demand.fills if layer_of(fill.view.tensor) is not None]
     if filled:
         raise UnsupportedLoader(

@@ -66,7 +66,7 @@ class EngineSink:
         self._owner.weight_version = None
 
     def commit(self, version: int) -> None:
-        """Let the engine generate with the weights. RuntimeError: requests that older ones began still run."""
+        """Let the engine generate with the weights. RuntimeError: requests answered in part by older ones still run."""
         self._owner.reset_cache()
         self._owner.weight_version = version
 
@@ -169,7 +169,7 @@ class VllmSink(EngineSink):
         return {kind_of(piece.name) for piece in self.demand.pieces if piece.view.tensor in self._requantized}
 
     def kept_tensors(self) -> set[str]:
-        """Return the local names of tensors that a sync writes in live memory, where they stay from sync to sync."""
+        """Return the local names of tensors that a sync writes in live memory, and that finalizing does not move away."""
         return {name for unit in self._open_units.values() for name in unit.kept_tensors()}
 
     def begin(self) -> None:

@@ -18,7 +18,7 @@ ROWS = 64  # of logits that are computed with at a time
 
 
 def kept_probability(logprobs: Mapping[int, Any], token: int) -> float | None:
-    """Return the probability of all tokens that could be sampled, by those of a sampled token; None where all could."""
+    """Return the probability of all tokens that could be sampled, by a sampled token's logprobs; None if all could."""
     sampled_from = next((one.logprob for other, one in logprobs.items() if other != token), None)
     return None if sampled_from is None else min(1.0, math.exp(logprobs[token].logprob - sampled_from))
 

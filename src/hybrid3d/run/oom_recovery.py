@@ -69,7 +69,8 @@ class OomRecovery:
     def prepare_restart(self, cause: str, recipe: Recipe, folder: RunFolder, rank: int) -> RuntimeError:
         """Save settings that need less memory for the next start, and return the error to raise on this rank.
 
-        If several ranks run out together, all with the same settings, one of them saves the record and the event.
+        If several ranks run out together, all with the same settings, one of them saves the record and the event. The
+        recipe is the one with the current settings; `cause` is what `find_out_of_memory` returns.
 
         Returns:
             `OutOfMemoryRestart`, or another error if memory cannot be reduced further or has run out too often.

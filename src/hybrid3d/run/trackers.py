@@ -51,7 +51,7 @@ class Trackers:
     """The trackers of a run."""
 
     def __init__(self, recipe: Recipe, folder: RunFolder, on_failure: Callable[[str, Exception], None]):
-        """Start the recipe's trackers. `on_failure` is called with the name of one that fails, which is dropped."""
+        """Start the recipe's trackers. One that fails is dropped, and `on_failure` gets its name and why."""
         self._on_failure = on_failure
         self._trackers: dict[str, Tracker] = {}
         for name in recipe.tracking:

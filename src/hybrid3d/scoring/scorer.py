@@ -189,8 +189,9 @@ def ask_all(
 
     Args:
         owners: returns those that are there now, at least one; it is called before each round.
-        prompts: of each the numbers of its answers, which one owner gets together; at most `most` in a round.
+        prompts: of each the numbers of its answers, which one owner gets together.
         ask: called with the numbers that each owner gets; what it returns lacks those that are lost.
+        most: how many prompts an owner gets in a round.
     """
     while prompts:
         present = owners()

@@ -16,15 +16,15 @@ DISK_FULL_MESSAGES = ("No space left on device", "Disk quota exceeded")  # an er
 LOW_SPACE_BYTES = 2**20  # with less free space, a failure without a known cause is reported as a full disk
 
 
-class CheckpointError(Exception):
-    """Base class of errors of checkpoints; if it is `raised_on_all_ranks`, one report is enough."""
+class RunCheckpointError(Exception):
+    """Base class of errors of a run's checkpoints; if it is `raised_on_all_ranks`, one report is enough."""
 
     def __init__(self, message: str, raised_on_all_ranks: bool = False):
         super().__init__(message)
         self.raised_on_all_ranks = raised_on_all_ranks
 
 
-class CheckpointWriteError(CheckpointError, RuntimeError):
+class CheckpointWriteError(RunCheckpointError, RuntimeError):
     """A file could not be written; the message says which, why, and how many bytes are free on its file system."""
 
 

@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 from hybrid3d.errors import UserMistake
-from hybrid3d.storage.disk import CheckpointError
+from hybrid3d.storage.disk import RunCheckpointError
 from hybrid3d.storage.user_files import UnreadableFile, read_json_file
 
 MANIFEST = "manifest.json"
@@ -30,7 +30,7 @@ SHARDS = (".distcp", ".pt")  # suffixes of Megatron's other files
 CHUNK = 16 * 2**20
 
 
-class BrokenCheckpoint(CheckpointError, UserMistake):
+class BrokenCheckpoint(RunCheckpointError, UserMistake):
     """A file of a checkpoint is missing, or differs from what was written."""
 
 
@@ -203,18 +203,18 @@ def read_manifest(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def read_identity(folder: Path) -> Identity | None:
-    """Return which run and step a checkpoint is of; None if it does not say so. Raises `BrokenCheckpoint`s."""
+    """Return which run and step a checkpoint is of; None if its writer did not say. Raises as `read_manifest` does."""
     return _identity(folder, _read_content(folder))
 
 
 def read_versions(folder: Path) -> dict[str, str]:
-    """Return the versions of the packages that wrote a checkpoint, by name, if any. Raises `BrokenCheckpoint`s."""
+    """Return the versions of what wrote a checkpoint, by package, or an empty dict. Raises as `read_manifest` does."""
     read = _read_content(folder).get("versions")
     return {str(name): str(version) for name, version in read.items()} if isinstance(read, dict) else {}
 
 
 def content_digest(folder: Path) -> str:
-    """Return a digest of a checkpoint's content, whatever its step: another checkpoint has another digest.
+    """Return a digest of a checkpoint's content: what has another digest is another checkpoint, whatever its step.
 
     Raises:
         BrokenCheckpoint, UnusableCheckpoint: as `read_manifest`.

@@ -92,7 +92,8 @@ def policy_sync(
 ) -> Sync:
     """Return the sync of a policy, with its adapters if it has some, between ranks that train, generate or do both.
 
-    Arguments: as for `weight_sync`.
+    Without a `policy` this rank does not train, without an `engine` it does not generate. The other arguments are those
+    of `weight_sync`.
     """
     sync = partial(weight_sync, recipe, group, overlaps=overlaps, transport_group=transport_group, ranks=ranks)
     source, sink = policy.source() if policy else NoSource(), engine.sink() if engine else NoSink()

@@ -95,7 +95,10 @@ class SyncEstimate:
             self._fraction = changed / elements
 
     def expect(self, plan: RankPlan, ready: Sequence[int], sparse: frozenset[str], held: Holdings) -> ExpectedSeconds:
-        """Return the expected seconds of the slowest rank; arguments: as of `SyncPlan`, `DeltaSync`, `WeightSource`."""
+        """Return the expected seconds of the slowest rank.
+
+        For `ready` see `SyncPlan`, for `sparse` `DeltaSync`; `held` is what this rank sends.
+        """
         if plan is not self._plan:
             self._count(plan, ready, sparse, held)
         found = self._exchange.maximum([round(self._fraction / _UNIT)])[0] * _UNIT
@@ -245,6 +248,6 @@ class DeltaSync:
         self._knows_sparse = True
 
     def end(self, intact: bool) -> None:
-        """End a sync, after which the sinks have all weights as they are now; `intact`: they arrived so at first."""
+        """End a sync, after which the sinks have all weights as they are now; `intact` if none arrived corrupted."""
         self._source.changes.clear()
         self._finished = intact

@@ -175,9 +175,10 @@ class Sync(Protocol):
 
 
 class WeightSync(Sync):
-    """Syncs the weights of a group of ranks, each of which has a source, a sink or both; attributes: see `SyncPlan`.
+    """Syncs the weights of a group of ranks, each of which has a source, a sink or both.
 
-    Nothing else uses its transport. The estimate is that of `DeltaSync`. Raises (when made): as `plan_sync`.
+    Nothing else uses its transport. The estimate is that of `DeltaSync`. `plan` is `SyncPlan.current`; for the other
+    attributes see `SyncPlan`. Raises (when made): as `plan_sync`.
     """
 
     in_progress: int | None = None

@@ -89,9 +89,10 @@ class MicroBatch:
 
     def unpacked(self, values: torch.Tensor) -> torch.Tensor:
         """Return values of `tokens` as the batch has them, [b, T, ...], -1 at padding."""
-        real = torch.arange(self.width, device=values.device) < self.lengths[:, None]
-        found = values.new_full((*real.shape, *values.shape[2:]), -1)
-        found[real] = values[~self.padded]
+        found = values.new_full((len(values), self.width, *values.shape[2:]), -1)
+        width = min(self.width, values.shape[1])
+        padded = self.padded[:, :width].reshape(len(values), width, *[1] * (values.dim() - 2))
+        found[:, :width] = values[:, :width].masked_fill(padded, -1)  # a mask as an index would wait for the GPU
         return found
 
     def last(self, output: torch.Tensor) -> torch.Tensor:
@@ -116,6 +117,12 @@ class PackedMicroBatch(MicroBatch):
         # The last token of a sequence does not predict the first one of the next sequence.
         within = (self.positions[0, ahead:] >= ahead) & ~self.padded[0, ahead:]
         return values.new_zeros(predicted.shape).masked_scatter(predicted, values[0, within])
+
+    def unpacked(self, values: torch.Tensor) -> torch.Tensor:
+        real = torch.arange(self.width, device=values.device) < self.lengths[:, None]
+        found = values.new_full((*real.shape, *values.shape[2:]), -1)
+        found[real] = values[0, ~self.padded[0]]
+        return found
 
     def _last(self, output: torch.Tensor) -> torch.Tensor:
         assert self.packing is not None, "sequences are packed"

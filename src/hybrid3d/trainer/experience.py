@@ -64,7 +64,7 @@ class UnusableScore(RuntimeError):
 
 @dataclass
 class ExperienceMaker:
-    """Makes experience from samples. All ranks of the group call `make` together."""
+    """Makes experience from samples. All ranks of the group call `make` and `measure_update` together."""
 
     models: Models
     guard: Guard

@@ -131,6 +131,8 @@ def replay(
 
 
 def _slots(recipe: Recipe, folder: RunFolder, start: RankStart) -> Sequence[int]:
+    # It imports the engines: while the launcher asks them, and vLLM first, which sets what Inductor reads at import
+    from hybrid3d.planning import engine_queries  # noqa: F401
     from hybrid3d.planning.agreed_placement import choose_placement
 
     return choose_placement(recipe, start.store, folder.path, start.progress.restart_count)

@@ -214,7 +214,8 @@ ENGINE_CALLS = Patch(
 )
 
 
-# What this package touches of vLLM's server that `hybrid3d.engines` cannot read in its code, declared for it.
+# What this package touches of vLLM's server that `hybrid3d.engines` cannot read in its code: literals, which it reads
+# without importing them. A training run touches none of it.
 # By a class or module, the attributes that are used of objects without a type
 TOUCHED = {
     "vllm.config.VllmConfig": "parallel_config quant_config weight_transfer_config",

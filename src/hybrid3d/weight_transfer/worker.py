@@ -50,6 +50,7 @@ class WorkerInitInfo(WeightTransferInitInfo):
         master_address, master_port: where the first rank of the trainer listens.
         session: a name that no other group has.
         rank_offset: the rank of the first worker, which is the number of the trainer's ranks.
+        world_size: how many members there are, the trainer's ranks and the workers.
         device: the type of all members' devices, `cpu` or `cuda`.
         timeout: seconds for which a member waits for others.
     """
@@ -209,8 +210,8 @@ class WorkerEngine(WeightTransferEngine):
     """Receives the weights of one worker.
 
     vLLM would mistake what a worker raises: see `hold.py`. So methods keep their errors, and `take_failure` returns
-    what has failed. Only `start_weight_update` raises, in all workers alike, where vLLM has not loaded `hold.py`, whose
-    engine has not said then that generation is `held`.
+    what has failed. Only `start_weight_update` raises, in all workers alike, where vLLM has not loaded `hold.py`:
+    generation is `held` once vLLM's engine has said so.
     """
 
     init_info_cls, update_info_cls = WorkerInitInfo, UpdateInfo

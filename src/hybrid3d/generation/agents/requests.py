@@ -58,15 +58,15 @@ _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how SentencePiece writes a by
 
 @dataclass(frozen=True)
 class Request:
-    """A request of a client; where the answer is sent as events, it has the usage only if `usage` is true."""
+    """A request of a client."""
 
     call: Call
     model: str
-    is_chat: bool
-    streams: bool
-    usage: bool
-    logprobs: bool
-    token_ids: bool
+    is_chat: bool  # whether it is for `/v1/chat/completions`
+    streams: bool  # whether the answer is sent as events
+    usage: bool  # whether these events have the usage; an answer in one piece always has it
+    logprobs: bool  # whether the answer has them
+    token_ids: bool  # whether the answer has them
 
 
 def read_request(body: Mapping[str, Any], is_chat: bool, session: Session, model: str, tokenizer_size: int) -> Request:

@@ -139,7 +139,10 @@ class SessionPool:
     # --- for agents ---------------------------------------------------------------------------------------------------
 
     def take(self) -> Future[Session]:
-        """Return a session when there is one, or RunEnded when there are no more; cancel it to give up waiting."""
+        """Return a session when there is one, which its agent has alone. Cancel the future to give up waiting.
+
+        The future raises RunEnded when there are no more.
+        """
         taken: Future[Session] = Future()
         with self._changed:
             if self._closed:
@@ -227,9 +230,9 @@ class SessionPool:
             return self._free[-1]
 
     def serve(self, sessions: Sequence[Session], sampling: Sampling) -> News:
-        """Answer all calls from now on, until `halt`, and await the end of these; return what the engine does first.
+        """Answer all calls until `halt`, and return what the engine does first. The end of `sessions` is awaited.
 
-        The calls of other sessions are answered too: an agent that waits for a reply could not take one of these.
+        The calls of other sessions are answered too: an agent that waits for a reply could not take one of `sessions`.
         """
         with self._changed:
             self._since = self._reminded = time.monotonic()

@@ -31,7 +31,7 @@ class Order:
 
     Args:
         stages: a number for each layer, equal for layers that the same ranks hold.
-        ranks_per_node: given only with relays.
+        ranks_per_node: the number of consecutive ranks that share a node; None without relays.
 
     Attributes:
         round, phase: the number of keys in one round, and in one phase of it; without relays a round is one phase.
@@ -95,8 +95,7 @@ def _layer_orders(layers: Iterable[Layer], stages: Mapping[Layer, int]) -> list[
     last: list[Layer] = [None] if None in layers else []
     orders = []
     for first in range(max(1, len(in_order))):
-        turns = zip_longest(
-            *in_order[first:], *in_order[:first]
-        )  # the first layers of all stages, then the second ones
+        # The first layers of all stages, then the second ones, and so on
+        turns = zip_longest(*in_order[first:], *in_order[:first])
         orders.append([*(layer for turn in turns for layer in turn if layer is not None), *last])
     return orders

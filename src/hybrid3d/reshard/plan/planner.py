@@ -261,8 +261,8 @@ class Routes:
     ) -> list[int]:
         """Return the keys at which buckets end.
 
-        A bucket ends with each phase of the order, and before any rank would send plus receive more bytes than it
-        holds.
+        A bucket ends with each phase of the order, and before any rank would send plus receive more than
+        `bucket_bytes`.
 
         Args:
             local_transfers: the result of `rank_transfers` for each rank in this process.

@@ -89,8 +89,8 @@ class Part:
 class Route:
     """The parts of the tensors of a class for readers with the same demand, holdings and holders on their node.
 
-    With relays, the readers also have the same place among the ranks of their node that want the same. What no rank
-    holds of the wanted boxes is `missing`.
+    With relays, the readers also have the same place among the ranks of their node that want the same. `parts` has
+    those of each wanted box, `missing` what no rank holds of these boxes.
     """
 
     readers: tuple[int, ...]

@@ -172,7 +172,7 @@ def _tests(source: str, read: Mapping[str, Any]) -> Tests:
             sources.insert(0, ast.unparse(prompt))
             unbound -= _global_names(sources[0])[1]
     else:
-        # These may have the name of a builtin
+        # The functions of the row's own solution that the tests call may have the name of a builtin
         free |= _functions(_parse_or_empty(_text(read.get("code")))).keys() & called
     modules = {name for name in free | unbound if name in sys.stdlib_module_names and _is_module(name, tree)}
     if unbound - modules:
@@ -181,8 +181,8 @@ def _tests(source: str, read: Mapping[str, Any]) -> Tests:
             f"beside the entry point {entry}: give the row's prompt, or remove entry_point"
         )
     free -= modules
-    has_library = free - LIBRARY_NAMES.keys() or takes_candidate
-    library_names = {name: LIBRARY_NAMES[name] for name in free & LIBRARY_NAMES.keys() if has_library}
+    tests_others = free - LIBRARY_NAMES.keys() or takes_candidate  # else the answer defines these
+    library_names = {name: LIBRARY_NAMES[name] for name in free & LIBRARY_NAMES.keys() if tests_others}
     names |= {name: name for name in free - library_names.keys()}
     _check_imports(tree)
     if not names and not _imports_answer(tree):

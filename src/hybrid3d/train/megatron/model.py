@@ -196,8 +196,10 @@ class MegatronModel:
             for bias, before in biases:
                 bias.copy_(before)
         lr = float(self.optimizer.param_groups[0]["lr"])
-        keys = dict.fromkeys(key for report in reports for key in report)
-        sums = {key: sum(float(report[key]) for report in reports if key in report) for key in keys}
+        sums: dict[str, float] = {}
+        for report in reports:
+            for key, value in report.items():
+                sums[key] = sums.get(key, 0.0) + float(value)  # not by `sum`, which rounds otherwise since Python 3.12
         return StepReport(sums, grad_norm, lr, updated)
 
     def _expert_biases(self) -> list[torch.Tensor]:

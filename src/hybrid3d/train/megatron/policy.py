@@ -167,7 +167,8 @@ class Policy(MegatronModel):
         bucket_hook: BucketHook | None = None,
         accepts_grad_norm: Callable[[float], bool] = math.isfinite,
     ) -> StepReport:
-        self.onload("parameters")
+        if self._mtp is not None:
+            self.onload("parameters")
         with self._mtp.in_step() if self._mtp is not None else nullcontext():
             return super().train_step(batch, token_loss, recipe, bucket_hook, accepts_grad_norm)
 

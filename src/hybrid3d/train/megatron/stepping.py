@@ -83,7 +83,7 @@ class BucketedOptimizer:
         return len(self._buckets)
 
     def step(self, hook: BucketHook, accepts_grad_norm: Callable[[float], bool]) -> tuple[bool, float]:
-        """Step and call the hook bucket by bucket if the norm is accepted; return whether it is, and the norm."""
+        """Step and call the hook bucket by bucket if the norm is accepted; return whether it did, and the norm."""
         norms: list[float] = []
 
         def get_grad_norm() -> float:
@@ -158,8 +158,8 @@ class ChangeTracker:
         return found
 
     def check(self) -> bool:
-        sums = zip(self._buckets, self._sums, strict=True) if self._sums else ()  # as the last update made them
-        if not all(bool(checksum(bucket.param_data) == before) for bucket, before in sums):
+        made = zip(self._buckets, self._sums, strict=True) if self._sums else ()  # with the sums after the last update
+        if not all(bool(checksum(bucket.param_data) == before) for bucket, before in made):
             self.complete = False
         return self.complete
 
