@@ -12,6 +12,7 @@ from hybrid3d.errors import UserMistake
 NOT_JSON = "not a readable file of JSON Lines"
 NAMED_LINES = 100  # whose keys a message lists
 _KINDS = {bool: "true or false", int: "a number", float: "a number", dict: "an object", list: "a list"}
+_KINDS[type(None)] = "null"
 
 
 class InvalidLine(UserMistake):

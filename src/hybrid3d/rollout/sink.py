@@ -169,7 +169,7 @@ class VllmSink(EngineSink):
         return {kind_of(piece.name) for piece in self.demand.pieces if piece.view.tensor in self._requantized}
 
     def kept_tensors(self) -> set[str]:
-        """Return the local names of tensors that a sync writes in live memory, and that finalizing does not move away."""
+        """Return the local names of tensors that a sync writes in live memory and that finalizing does not move."""
         return {name for unit in self._open_units.values() for name in unit.kept_tensors()}
 
     def begin(self) -> None:
