@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -62,17 +63,29 @@ def pytest_sessionfinish() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their markers
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Sort the files that take longest to the front, so that none of them is left alone for the end.
 
-    Tests of the families in `MORE` are marked as slow.
+    Tests of the families in `MORE` are marked as slow. Where those marked `further` are left out, a third of the
+    examples is drawn.
     """
+    if "not further" in config.option.markexpr:
+        for test in {item.obj for item in items if getattr(getattr(item, "obj", None), "is_hypothesis_test", False)}:
+            draw_a_third(test)
     for item in items:
         family = getattr(item, "callspec", None) and item.callspec.params.get("family")
         if family in MORE and item.get_closest_marker("engines") and item.path.stem not in MORE[family]:
             item.add_marker(pytest.mark.slow)
     seconds = json.loads(RECORDED.read_text())
     items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0.0))
+
+
+def draw_a_third(test: Any) -> None:
+    """Let a test draw a third of its examples. Hypothesis has no public name for a test's settings."""
+    from hypothesis import settings
+
+    of_test = test._hypothesis_internal_use_settings or settings()
+    test._hypothesis_internal_use_settings = settings(of_test, max_examples=-(-of_test.max_examples // 3))
 
 
 class Seconds:

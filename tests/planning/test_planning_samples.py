@@ -8,11 +8,14 @@ import random
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from hybrid3d.config import load_recipe
 from hybrid3d.generation.engine import ExpertChoices
 from hybrid3d.generation.samples import Sample, held_samples
 from hybrid3d.planning.report import predict_samples
+
+pytestmark = pytest.mark.engines  # `plan` imports both
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT, TOKENS = 64, 256
