@@ -90,7 +90,7 @@ test: lint $(TRACKING_STAMP) ## lint, and all tests except the slow ones (what C
 	$(BIN)/pytest -m "not slow" $(TWO_AT_A_TIME) --durations=40
 
 test-fast: $(STAMP) ## the tests that start no processes and import no engine: 1.5 minutes
-	$(BIN)/pytest -m "not slow and not engines and not processes" $(TWO_AT_A_TIME)
+	$(BIN)/pytest -m "not slow and not engines and not processes and not further" $(TWO_AT_A_TIME)
 
 test-all: lint docs $(DEMO_STAMP) $(RAY_STAMP) $(NIXL_STAMP) $(TRACKING_STAMP) ## lint, and all tests
 	$(BIN)/pytest -m "not slow" $(TWO_AT_A_TIME)

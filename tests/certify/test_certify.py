@@ -14,7 +14,6 @@ from checkpoints import FAMILIES
 from commands import ROOT, hybrid3d
 from hybrid3d import cli
 from hybrid3d.certify.findings import CHECKS, Findings, describe_difference
-from hybrid3d.certify.task import raw_recipe
 from hybrid3d.certify.tiny_models import shrunk
 from hybrid3d.config import read_recipe
 from hybrid3d.families import family_of
@@ -119,6 +118,7 @@ def test_answer_that_begins_like_the_other_differs_in_length() -> None:
 @pytest.mark.parametrize(("length", "answer"), [(288, 8), (24, 8), (9, 8), (2, 1)])
 def test_prompts_leave_room_for_the_answer(length: int, answer: int) -> None:
     from hybrid3d.certify.rounds import prompts_of
+    from hybrid3d.certify.task import raw_recipe
 
     model = str(ROOT / "recipes/models/qwen3-8b")
     raw = raw_recipe("certify", model, length)

@@ -99,8 +99,16 @@ def offers_of(line: str) -> Iterator[tuple[str, Any]]:
         yield blamed(line), 2
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda", None])
-@pytest.mark.parametrize("shape", [DENSE, SPARSE, LATENT], ids=["dense", "sparse", "latent"])
+@pytest.mark.parametrize(
+    ("shape", "device"),
+    [
+        *(pytest.param(DENSE, "cpu", id="dense-cpu"), pytest.param(SPARSE, "cuda", id="sparse-cuda")),
+        pytest.param(LATENT, None, id="latent-None"),
+        *(pytest.param(DENSE, one, marks=pytest.mark.further, id=f"dense-{one}") for one in ("cuda", None)),
+        *(pytest.param(SPARSE, one, marks=pytest.mark.further, id=f"sparse-{one}") for one in ("cpu", None)),
+        *(pytest.param(LATENT, one, marks=pytest.mark.further, id=f"latent-{one}") for one in ("cpu", "cuda")),
+    ],
+)
 def test_offered_layout_values_are_accepted(shape: ModelShape, device: Device | None) -> None:
     draw, refused = random.Random(1), 0
     for _ in range(40):

@@ -18,8 +18,6 @@ from typing import Any
 import pytest
 import torch
 from packaging.specifiers import SpecifierSet
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
 
 import warm_python
 from hybrid3d import cli
@@ -536,6 +534,9 @@ def test_checkpoints_that_stay(tmp_path: Path) -> None:
 @pytest.mark.parametrize("critic", [0, 1])
 def test_checkpoint_bytes_are_of_what_is_trained(critic: int, tiny_checkpoint: Callable[..., Path]) -> None:
     """Of adapters by PEFT's count; a critic is whole. An element has its moments, and its weight twice."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
     folder = tiny_checkpoint("qwen2")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     whole = sum(p.numel() for p in model.parameters())

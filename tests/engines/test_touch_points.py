@@ -128,6 +128,7 @@ REFUSED = [  # what was changed, where, and the name and the problem that must b
         (Problem.MISSING, CORE + "optimizer.optimizer.ChainedOptimizer.chained_optimizers"),
         "train/megatron/stepping.py",
         id="attribute moved",
+        marks=pytest.mark.further,
     ),
     pytest.param(
         "megatron-core",
@@ -147,6 +148,7 @@ REFUSED = [  # what was changed, where, and the name and the problem that must b
         (Problem.UNFIT, CORE + "parallel_state.initialize_model_parallel"),
         "has no parameter distributed_timeout_minutes",
         id="keyword removed",
+        marks=pytest.mark.further,
     ),
     pytest.param(
         "megatron-core",
@@ -163,6 +165,7 @@ REFUSED = [  # what was changed, where, and the name and the problem that must b
         (Problem.MISSING, "vllm.lora.request.LoRARequest"),
         "rollout/adapters.py",
         id="class renamed",
+        marks=pytest.mark.further,
     ),
     pytest.param(
         "megatron-core",
@@ -171,6 +174,7 @@ REFUSED = [  # what was changed, where, and the name and the problem that must b
         (Problem.MISSING, CORE + "transformer.transformer_config.MLATransformerConfig.moe_router_bias_update_rate"),
         "train/megatron/build.py",
         id="field of a dataclass gone",
+        marks=pytest.mark.further,
     ),
     pytest.param(
         "megatron-core",
@@ -182,6 +186,7 @@ REFUSED = [  # what was changed, where, and the name and the problem that must b
         (Problem.UNFIT, CORE + "transformer.moe.router.TopKRouter._apply_expert_bias"),
         "has tokens where hybrid3d's has padding_mask",
         id="replaced function takes more",
+        marks=pytest.mark.further,
     ),
     pytest.param(
         "torch",

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -23,6 +24,8 @@ assert SPEC is not None
 assert SPEC.loader is not None
 structure = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(structure)
+read_imports = structure.imported
+structure.imported = cache(lambda source, path: tuple(read_imports(source, path)))  # for all tests of this file
 
 MAX_ROOMS = 32
 MAX_FILE_LINES = 400
