@@ -87,8 +87,9 @@ def kill_marked(mark: str, tracker_seconds: float = TRACKER_SECONDS) -> None:
         elapsed = time.monotonic() - start
         if elapsed > KILL_SECONDS:
             raise RuntimeError(f"processes that SIGKILL does not end: {sorted(pids)}")
-        for pid in pids:
-            if elapsed >= tracker_seconds or not is_resource_tracker(pid):
+        trackers = {pid for pid in pids if is_resource_tracker(pid)}
+        for pid in sorted(pids, key=lambda pid: pid not in trackers):  # those first, which act when others have exited
+            if elapsed >= tracker_seconds or pid not in trackers:
                 with suppress(ProcessLookupError):  # ended by itself, which is as good
                     os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
