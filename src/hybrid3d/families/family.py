@@ -197,8 +197,7 @@ class Family:
     def rope(self, config: Config) -> Rope:
         """Return the rotary settings of a model of this family; raise UnsupportedModel if it does not support them."""
         rope = rope_of(config, self.rope_scaling, self.rope_theta, self.rotary_fraction)
-        dims = head_dim(config)
-        if rope.fraction != 1.0 and dims * rope.fraction % 2:  # each rotated dim with another
+        if rope.fraction != 1.0 and (dims := head_dim(config)) * rope.fraction % 2:  # each rotated dim with another
             raise UnsupportedModel(
                 f"partial_rotary_factor={rope.fraction} of head_dim={dims} rotates {dims * rope.fraction:g} dims: "
                 "expected an even number"
