@@ -89,7 +89,7 @@ unexport PYTHONDONTWRITEBYTECODE  # else each of a thousand processes compiles h
 test: lint $(TRACKING_STAMP) ## lint, and all tests except the slow ones (what CI runs)
 	$(BIN)/pytest -m "not slow" $(TWO_AT_A_TIME) --durations=40
 
-test-fast: $(STAMP) ## the tests that start no processes and import no engine: 1.5 minutes
+test-fast: $(STAMP) ## the tests that start no processes and import no engine: 1 to 3 minutes
 	$(BIN)/pytest -m "not slow and not engines and not processes and not further" $(TWO_AT_A_TIME)
 
 test-all: lint docs $(DEMO_STAMP) $(RAY_STAMP) $(NIXL_STAMP) $(TRACKING_STAMP) ## lint, and all tests
