@@ -201,6 +201,7 @@ def run(job: dict[str, Any]) -> None:
     os.chdir(job["folder"])
     os.environ.clear()
     os.environ.update(job["environment"])
+    os.environ.pop("HYBRID3D_PARENT", None)  # the client's, in whose place this process is forked
     tempfile.tempdir = None  # which an import has chosen by the server's environment
     sys.executable = job["executable"]
     sys.orig_argv = [sys.executable, *job["arguments"]]

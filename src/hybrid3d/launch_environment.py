@@ -21,6 +21,9 @@ from hybrid3d.errors import UserMistake
 
 RUN = "HYBRID3D_RUN"
 CHECKED = "HYBRID3D_CHECKED"  # set by hybrid3d's own launcher, which has run all checks before it starts the ranks
+RECIPE = "HYBRID3D_RECIPE"  # YAML that a rank trains instead of its recipe's file, which may have been changed since
+MAX_VARIABLE = 2**17 - 2**10  # bytes of a variable, of which Linux allows 2**17 (MAX_ARG_STRLEN)
+PARENT = "HYBRID3D_PARENT"  # pid of the process of hybrid3d that has started this one
 RENDEZVOUS_SECONDS = "HYBRID3D_RENDEZVOUS_SECONDS"
 HEARTBEAT_SECONDS = "HYBRID3D_HEARTBEAT_SECONDS"
 NATIVE_STACKS = "HYBRID3D_NATIVE_STACKS"
@@ -28,7 +31,9 @@ ADDRESS = "HYBRID3D_ADDRESS"  # at which other nodes reach this one, as the rank
 LOOPBACK = "127.0.0.1"
 NOWHERE = "192.0.2.1"  # of RFC 5737, to which packets leave by the default route
 
-DISCONNECTED = 75  # exit code of a rank that does not train: the run has ended, or its group has lost a rank
+# Exit codes of a rank that does not train
+DISCONNECTED = 75  # the run has ended, or its group has lost a rank
+RUN_LOST = 76  # the only rank that trains hangs, which is reported, and is not started again
 
 
 class State(bytes, enum.Enum):
@@ -102,6 +107,11 @@ def validate() -> None:
     local_world = _integer("LOCAL_WORLD_SIZE", 1, world, "WORLD_SIZE") if has_local_world_size else world
     if "LOCAL_RANK" in os.environ:
         _integer("LOCAL_RANK", 0, local_world - 1, "LOCAL_WORLD_SIZE" if has_local_world_size else "WORLD_SIZE")
+
+
+def recipe_variable(recipe: str) -> dict[str, str]:
+    """Return the variable with the recipe of ranks that this process starts; none if the YAML is too long for it."""
+    return {RECIPE: recipe} if len(recipe.encode()) < MAX_VARIABLE else {}
 
 
 def rank() -> int:

@@ -21,7 +21,7 @@ from multiprocessing import process, resource_tracker, shared_memory
 from pathlib import Path
 from typing import Any
 
-from hybrid3d.launch_environment import BEAT_SECONDS, KILL_SECONDS, RUN, State
+from hybrid3d.launch_environment import BEAT_SECONDS, KILL_SECONDS, PARENT, RUN, State
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 36, 37  # of prctl(2)
 RANKS_EXIT_SECONDS = 1.0  # within which the ranks of a killed launcher have exited
@@ -33,8 +33,14 @@ TRACKER_SECONDS = 2  # within which a resource tracker of multiprocessing exits 
 _zombies: set[int] = set()  # found by the last `reap_orphans`
 
 
-def kill_when_parent_exits(parent: int) -> None:
-    """Make the kernel kill this process, just started by `parent`, when that exits (PR_SET_PDEATHSIG)."""
+def kill_when_parent_exits(parent: int | None = None) -> None:
+    """Make the kernel kill this process when the one that has started it exits (PR_SET_PDEATHSIG).
+
+    Args:
+        parent: who has started it; None for the one that the environment names, or else its parent by now.
+    """
+    if parent is None:
+        parent = int(os.environ.get(PARENT, os.getppid()))
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it has exited already
         os.kill(os.getpid(), signal.SIGKILL)

@@ -58,12 +58,12 @@ MAY_IMPORT = {
     "replay": {"errors", "storage", "reshard", "config", "generation", "run"},
     "report": {"errors", "config", "run"},
     "planning": {
-        *("errors", "launch_environment", "families", "ledger", "reshard"),
+        *("errors", "launch_environment", "families", "process", "ledger", "reshard"),
         *("config", "inputs", "train", "rollout"),
     },
     "sync": {"families", "launch_environment", "distributed", "ledger", "reshard", "config", "run", "planning"},
     "bench": {
-        *("launch_environment", "families", "distributed", "ledger", "reshard", "config"),
+        *("launch_environment", "families", "process", "distributed", "ledger", "reshard", "config"),
         *("inputs", "train", "rollout", "run", "planning"),
         *("sync",),
     },

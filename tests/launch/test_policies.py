@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from hybrid3d.launch.policies import Again, Decision, Exit, Over, ServingPolicy, decide_training
-from hybrid3d.launch_environment import DISCONNECTED, END_SECONDS, FORGIVEN_SECONDS, State
+from hybrid3d.launch_environment import DISCONNECTED, END_SECONDS, FORGIVEN_SECONDS, RUN_LOST, State
 from hybrid3d.run.ends import Ended
 
 C, R, L, E = (state.value for state in (State.CONNECTED, State.READY, State.LEAVING, State.ENDING))
@@ -34,7 +34,11 @@ def test_signal_that_ends_a_rank_is_named(number: int, states: bytes) -> None:
         (0, C + R + E, None, Over(0)),
         (1, C + R + E, BOOM, Over(0)),  # at the end of the run nobody needs it
         (0, C + L, None, Again()),  # it was asked to wait without a model
-        (1, C, None, Over(1)),  # rank 0 hangs, and it has reported that
+        (RUN_LOST, C, None, Over(1)),  # rank 0 hangs, and it has reported that
+        (RUN_LOST, C + R, None, Over(1)),
+        (1, C, None, Over(1, Ended(3, "ended with exit code 1"))),
+        (1, C + R, None, Again("ended with exit code 1")),  # as code 3
+        (0, C + R, None, Again("ended with exit code 0")),  # nobody has told it to end
         (1, b"", None, Over(1)),  # the ranks have not met, and rank 0 says why
         (2, b"", None, Over(2)),
         (1, C, BOOM, Over(1, Ended(3, BOOM.reason))),  # by itself before it was ready
@@ -59,7 +63,21 @@ def test_end_of_a_rank_that_serves(code: int, states: bytes, record: Ended | Non
 def test_store_that_is_gone_later_ends_the_rank() -> None:
     policy = ServingPolicy(3, "generation", 2)
     assert isinstance(policy.after(Exit(-9, C + R), None, False), Again)
-    assert policy.after(Exit(1), None, False) == Over(0)
+    assert policy.after(Exit(1, E), None, False) == Over(0)
+
+
+def test_start_that_fails_is_a_failure_of_the_rank() -> None:
+    """Nothing says that the run has ended when a rank that is started again does not get as far as its store."""
+    policy = ServingPolicy(3, "generation", 2)
+    assert isinstance(policy.after(Exit(-9, C + R), None, False), Again)
+    assert policy.after(Exit(2), None, False) == Again("ended with exit code 2", 1.0)
+    over = policy.after(Exit(1), None, False)
+    assert isinstance(over, Over)
+    assert over.end is not None
+    assert (over.code, over.end.reason) == (
+        1,
+        "ended with exit code 1; it was started again 2 times: raise roles.generation.max_restarts",
+    )
 
 
 def test_restarts_are_counted_and_forgiven() -> None:

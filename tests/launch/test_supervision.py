@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,16 +20,18 @@ import torch.distributed as dist
 
 import warm_python
 from commands import ROOT, demo_folder, read_events, read_rows
+from hybrid3d import ledger
 from hybrid3d.config import load_recipe
 from hybrid3d.launch import rank_host, run_secret
 from hybrid3d.launch.local_ranks import run_ranks
 from hybrid3d.launch.policies import STOPPED
-from hybrid3d.launch.rank import _report_seen
+from hybrid3d.launch.rank import _fail_training, _report_seen
 from hybrid3d.launch.rendezvous import RendezvousError
 from hybrid3d.launch_environment import State
-from hybrid3d.ledger import share
+from hybrid3d.ledger import TrainingAttempts, share
 from hybrid3d.process import FAILURE, RESTART_COUNT
 from hybrid3d.run import terminal
+from hybrid3d.run.ends import read_end
 from hybrid3d.run.folder import RunFolder
 from live_runs import child_of, ranks_of, recorded, started, wait_for_rows, wait_until
 from run_ranks import environment
@@ -325,14 +328,34 @@ def losses(run: Path, kind: str) -> list[list[int]]:
     return [event["ranks"] for event in read_events(run) if event["event"] == kind]
 
 
+def test_hang_fails_only_the_start_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several ranks watch the only one that trains, and one of them may report it when the next start has begun."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    store, folder = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False), RunFolder(tmp_path)
+    folder.logs.mkdir(parents=True)
+    starts = TrainingAttempts(store, 2)
+    ledger.forget_beat(store, 0)  # by its parent, after the report of another rank
+    starts.decide(0, again=True)
+    _fail_training(folder, store, 0, "it has not answered", "its last beat")
+    assert (starts.has_failed(1), read_end(folder, 0)) == (False, None)
+    ledger.tell_beat(store, 0, "another beat")
+    _fail_training(folder, store, 0, "it has not answered", "another beat")
+    end = read_end(folder, 0)
+    assert end is not None
+    assert (starts.has_failed(1), end.reason) == (True, "it has not answered")
+
+
 @pytest.mark.engines
 @pytest.mark.timeout(900)
 def test_training_goes_on_while_a_generating_rank_comes_back(demo: Path, tmp_path: Path) -> None:
-    """Its parent starts it again."""
+    """Its parent starts it again, whatever its recipe's file says by then."""
     work = demo_folder(tmp_path, demo)
-    run = work / "runs/killed"
-    with started(work, [*RUN, "name=killed", "run.steps=99"], python=warm_python.executable()) as process:
+    run, recipe = work / "runs/killed", work / "edited.yaml"
+    shutil.copy(RUN[0], recipe)
+    settings = [str(recipe), *RUN[1:], "name=killed", "run.steps=99"]
+    with started(work, settings, python=warm_python.executable()) as process:
         wait_for_rows(run, 2, process)
+        recipe.write_text("rollout: {temperature: 0.5, ")
         victim = child_of(run, 1)
         assert victim is not None
         os.kill(victim, signal.SIGKILL)

@@ -36,6 +36,10 @@ def test_cause_of_several_ends(ends: list[Ended], codes: dict[int, int], reason:
     assert find_root_cause(folder, codes).reason == reason
 
 
+def test_signals_without_a_name_have_their_number() -> None:
+    assert Ended.by_code(1, -(signal.SIGRTMIN + 1)).reason == f"killed by signal {signal.SIGRTMIN + 1}"
+
+
 def test_cause_among_some_ranks_is_none_of_the_others(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.logs.mkdir(parents=True)

@@ -172,6 +172,24 @@ def test_run_of_one_rank_has_nobody_to_watch(store: dist.Store, tmp_path: Path) 
     alone.stop()
 
 
+def test_rank_that_takes_a_silent_one_s_place_is_watched(store: dist.Store, told: Told) -> None:
+    """Ranks that do not train outlive the only one that does."""
+    tell = lambda rank, said: told.append(("tell", rank))  # noqa: E731
+    silent = lambda rank, said, beat: told.append(("silent", (rank, beat)))  # noqa: E731
+    enter_phase("train")
+    trains = Heartbeat(store, 0, 1, tell, watched=0)
+    serves = Heartbeat(store, 3, 1, tell, watched=0, on_silent=silent)
+    wait(lambda: '"train"' in serves._last_beat, 10)
+    trains._stopped.set()
+    wait(lambda: len(told) >= 2, 5 * LIMIT)
+    lost = serves._last_beat
+    next_one = Heartbeat(store, 0, 1, tell, watched=0)
+    time.sleep(2 * LIMIT)
+    for one in (next_one, serves):
+        one.stop()
+    assert told == [("silent", (0, lost)), ("kill", (os.getpid(), signal.SIGKILL))]
+
+
 def test_single_training_rank_beats_for_those_that_generate(store: dist.Store, told: Told) -> None:
     tell = lambda rank, said: told.append(("tell", rank))  # noqa: E731
     trains, generates = (Heartbeat(store, rank, 1, tell, watched=0) for rank in (0, 3))

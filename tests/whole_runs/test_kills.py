@@ -37,14 +37,16 @@ WAYS = {
     "is stopped": signal.SIGSTOP,
     "ended with exit code 3": signal.SIGUSR2,
     "ValueError: boom": signal.SIGRTMIN,
+    "MemoryError: boom": signal.SIGRTMIN + 1,
 }
-# In a process of Python, two signals are other ends
+# In a process of Python, three signals are other ends
 HANDLERS = """
 import os, signal
 def boom(number, frame):
-    raise ValueError("boom")
+    raise {signal.SIGRTMIN: ValueError, signal.SIGRTMIN + 1: MemoryError}[number]("boom")
 signal.signal(signal.SIGUSR2, lambda number, frame: os._exit(3))
-signal.signal(signal.SIGRTMIN, boom)
+for number in (signal.SIGRTMIN, signal.SIGRTMIN + 1):
+    signal.signal(number, boom)
 """
 KILLS = {
     "hybrid3d": [
@@ -56,6 +58,9 @@ KILLS = {
         (0, "ValueError: boom"),
         (2, "is stopped"),
         (3, "ValueError: boom"),
+        (0, "is stopped"),
+        (3, "is stopped"),
+        (1, "MemoryError: boom"),
         (2, "killed by SIGSEGV"),
         (0, "ended with exit code 3"),
     ],
@@ -64,6 +69,7 @@ KILLS = {
         (0, "killed by SIGKILL"),
         (1, "ValueError: boom"),
         (1, "is stopped"),
+        (3, "MemoryError: boom"),
         (0, "killed by SIGABRT"),
     ],
     "ray": [
@@ -131,14 +137,19 @@ def test_run_goes_on_through_each_loss(launcher: str, work: Path) -> None:
     with launched(work, launcher) as process:
         wait_for_rows(run, 3, process)
         for rank, how in KILLS[launcher]:
-            said = "killed by SIGKILL" if how == "is stopped" else how  # by its parent
+            said = how
+            if how == "is stopped":  # it is killed by its parent, or where others watch it, by them
+                said = "killed by SIGKILL" if rank else "it has not answered for"
             times, victim = told(work, run, rank, said), child_of(run, rank)
+            others = [child_of(run, other) for other in range(1, 4)]
             assert victim is not None
             os.kill(victim, WAYS[how])
             wait_until(lambda: told(work, run, rank, said) == times + 1, process, SECONDS)  # noqa: B023
             wait_until(lambda: child_of(run, rank) not in (None, victim), process, SECONDS)  # noqa: B023
             rows = recorded(run)
             wait_until(lambda: recorded(run) > rows + 5, process, SECONDS)  # noqa: B023
+            if rank == 0:  # nothing else is started again for it
+                assert [child_of(run, other) for other in range(1, 4)] == others
         rows = max(recorded(run), MIN_STEPS)
         (run / "control.yaml").write_text(f"run.steps: {rows + 5}\n")
         assert process.wait(SECONDS) == 0

@@ -24,6 +24,7 @@ from hybrid3d.planning.agreed_placement import choose_placement, run_in_subproce
 from hybrid3d.planning.engine_queries import query_engines
 from hybrid3d.planning.hardware import available_memory
 from hybrid3d.planning.traffic import compute_sync_traffic
+from hybrid3d.process import kill_when_parent_exits
 from hybrid3d.run.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -126,6 +127,7 @@ def start_groups(recipe: Recipe, store: Store) -> RoleGroups:
 
 
 if __name__ == "__main__":
+    kill_when_parent_exits()
     required = required_bytes(load_derived(sys.argv[1]))
     # Of the first GPU. It comes last, because asking takes a CUDA context for this process
     free_gpu_bytes = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None

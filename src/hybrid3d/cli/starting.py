@@ -25,9 +25,9 @@ from unittest import mock
 
 from hybrid3d import launch_environment
 from hybrid3d.cli.terminal import DONE, FAILED, make_console, path_argument
-from hybrid3d.config import Recipe, RecipeError, check_layout_early, load_recipe
+from hybrid3d.config import Recipe, RecipeError, check_layout_early, load_recipe, recipe_to_yaml
 from hybrid3d.engines.compare import check_installed
-from hybrid3d.launch_environment import CHECKED
+from hybrid3d.launch_environment import CHECKED, recipe_variable
 from hybrid3d.run.folder import RunFolder, find_checkpoint_step
 
 if TYPE_CHECKING:
@@ -76,7 +76,8 @@ def launch_ranks(
 
     check_devices(recipe, generates)
     placement = computing_placement(recipe, folder.path) if places else nullcontext()
-    with lock or nullcontext(), placement, mock.patch.dict(os.environ, {CHECKED: "1"}):
+    told = {CHECKED: "1", **recipe_variable(recipe_to_yaml(recipe))}
+    with lock or nullcontext(), placement, mock.patch.dict(os.environ, told):
         if not restarts:
             return launch(arguments, recipe.world_size, folder, console)
         others = range(recipe.train_ranks, recipe.world_size)

@@ -21,8 +21,8 @@ from hybrid3d.cli.starting import (
     set_device_connections,
 )
 from hybrid3d.cli.terminal import DONE, Commands, add_recipe, make_console
-from hybrid3d.config import Recipe, RecipeError, check_layout_early, load_recipe
-from hybrid3d.launch_environment import CHECKED
+from hybrid3d.config import Recipe, RecipeError, check_layout_early, load_recipe, recipe_from_yaml
+from hybrid3d.launch_environment import CHECKED, RECIPE
 from hybrid3d.run.folder import RunFolder, checkpoint_folder, checkpoint_steps
 from hybrid3d.scoring.environments import find_environment
 from hybrid3d.scoring.functions import find_reward
@@ -41,7 +41,10 @@ def add_parser(commands: Commands) -> None:
 
 
 def _run(options: argparse.Namespace, arguments: list[str]) -> int:
-    recipe = load_recipe(options.recipe, options.overrides)
+    if RECIPE in os.environ:
+        recipe = recipe_from_yaml(os.environ[RECIPE], options.recipe)
+    else:
+        recipe = load_recipe(options.recipe, options.overrides)
     set_device_connections(recipe)
     folder = RunFolder.for_recipe(recipe)
     if CHECKED not in os.environ:

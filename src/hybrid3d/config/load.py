@@ -98,6 +98,11 @@ def recipe_to_yaml(recipe: Recipe) -> str:
     return str(yaml.safe_dump(to_raw(recipe), sort_keys=False, allow_unicode=True))
 
 
+def recipe_from_yaml(text: str, subject: str) -> Recipe:
+    """Return the recipe of which `recipe_to_yaml` has made this text; `RecipeError` with the subject if it is none."""
+    return read_recipe(parse_yaml(text), subject, [])
+
+
 def with_settings(raw: Mapping[Any, Any], settings: Mapping[str, object], problems: list[str]) -> dict[Any, Any]:
     """Return a copy of a recipe's sections with each `section.key` set to a new value; append to `problems`."""
     changed = copy.deepcopy(dict(raw))

@@ -16,7 +16,7 @@ from contextlib import suppress
 from hybrid3d.distributed import host_store
 from hybrid3d.errors import UserMistake
 from hybrid3d.launch.rendezvous import why_not
-from hybrid3d.launch_environment import ANSWER_SECONDS, END_SECONDS, LOOPBACK
+from hybrid3d.launch_environment import ANSWER_SECONDS, END_SECONDS, LOOPBACK, PARENT
 
 POLL_SECONDS = 0.1
 ASYNC_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -70,7 +70,8 @@ def _start(command: Sequence[str], rank: int, world_size: int, port: int) -> sub
     """Start a rank, with the variables that torchrun would set."""
     of_rank = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     store = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
-    more = {**of_rank, **store, "TORCHELASTIC_RESTART_COUNT": 0, ASYNC_ERRORS: os.environ.get(ASYNC_ERRORS, 1)}
+    store |= {PARENT: os.getpid(), "TORCHELASTIC_RESTART_COUNT": 0}
+    more = {**of_rank, **store, ASYNC_ERRORS: os.environ.get(ASYNC_ERRORS, 1)}
     variables = os.environ | {name: str(value) for name, value in more.items()}
     return subprocess.Popen(command, env=variables, start_new_session=True)  # Ctrl-C is for this process
 

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hybrid3d.launch_environment import DISCONNECTED, END_SECONDS, FORGIVEN_SECONDS, State
+from hybrid3d.launch_environment import DISCONNECTED, END_SECONDS, FORGIVEN_SECONDS, RUN_LOST, State
 from hybrid3d.run.ends import Ended
 
 STOPPED = -signal.SIGTERM  # exit code of a process that was killed because nothing more was expected of it
@@ -74,13 +74,13 @@ class ServingPolicy:
         if exit.had(State.LEAVING):
             self._was_ready = True
             return Again()
-        if exit.code == 0 or exit.had(State.ENDING):
+        if exit.had(State.ENDING):
             return Over(0)
-        connected, ready = exit.had(State.CONNECTED), exit.had(State.READY)
-        if record is None and exit.code == 1 and connected:  # rank 0 hangs, and it has reported that
+        if exit.code == RUN_LOST:
             return Over(1)
-        if record is None and exit.code in (1, 2) and not connected:  # the ranks have not met, or the store is gone
-            return Over(exit.code if self._exits == 1 else 0)  # because the run has ended
+        connected, ready = exit.had(State.CONNECTED), exit.had(State.READY)
+        if record is None and exit.code in (1, 2) and not connected and self._exits == 1:  # the ranks have not met
+            return Over(exit.code)
         end = record or Ended.by_code(self._rank, exit.code)
         if record is None and exit.code == DISCONNECTED:
             end = Ended(self._rank, "its connection to rank 0 ended", peer=True)

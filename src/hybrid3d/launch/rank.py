@@ -27,8 +27,8 @@ from hybrid3d.errors import set_stream_errors
 from hybrid3d.launch import rendezvous
 from hybrid3d.launch.rank_host import run_serving_rank, run_training_rank
 from hybrid3d.launch.run_secret import adopt_secret, write_secret
-from hybrid3d.launch_environment import DISCONNECTED
-from hybrid3d.ledger import RankStart, TrainingAttempts
+from hybrid3d.launch_environment import DISCONNECTED, RUN_LOST, State
+from hybrid3d.ledger import RankStart, TrainingAttempts, read_beat
 from hybrid3d.process import (
     adopt_orphans,
     is_child,
@@ -70,7 +70,7 @@ def run_process(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, r
     Returns:
         The exit code: 0 for success, 1 for a failure, 2 if the ranks were not started with the same settings.
     """
-    kill_when_parent_exits(os.getppid())  # the launcher, which ranks must not outlive
+    kill_when_parent_exits()  # the launcher, which ranks must not outlive
     adopt_orphans()  # processes that a reward started, after their pool was killed
     child, rank = this_process(), launch_environment.rank()
     folder.logs.mkdir(parents=True, exist_ok=True)
@@ -89,17 +89,18 @@ def run_process(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, r
         store = rendezvous.meet(rendezvous.describe_rank(recipe), again=again, late=late)
     except rendezvous.RendezvousError as error:
         logger.error("%s", error)
-        if not error.reported_by_rank_0 and launch_environment.local_rank() == 0 and not again:
+        if again and error.code == 1:  # the run's store is gone
+            child.tell(State.ENDING)
+        elif again:
+            Ended(rank, str(error)).write(folder)
+        elif not error.reported_by_rank_0 and launch_environment.local_rank() == 0:
             print_error(stderr, f"{recipe.name}: {error}")
         return error.code
     set_shared_memory_prefix(launch_environment.run_id())
 
     try:
         adopt_secret(recipe, folder, store, rank)
-        on_seen = functools.partial(_report_seen, folder, stderr)
-        role_of = recipe.role_of if recipe.has_workers else lambda rank: ""
-        on_deadlock = functools.partial(_end_deadlock, folder, launched, stderr)
-        watchdog = Watchdog(store, rank, launch_environment.world_size(), on_seen, role_of, on_deadlock, late)
+        watchdog = _start_watchdog(recipe, folder, store, launched, stderr, late)
         on_lost = functools.partial(_report_lost_rank, folder, launched, stderr, watchdog.describe_lost)
         heartbeat = _start_heartbeat(recipe, folder, store, on_lost, restarts)
         task(RankStart(rank, store, console, child))
@@ -127,40 +128,54 @@ def run_process(recipe: Recipe, folder: RunFolder, task: Task, launched: bool, r
             os._exit(1)  # communication threads may be waiting for ranks that have exited
 
 
+def _start_watchdog(
+    recipe: Recipe, folder: RunFolder, store: Store, launched: bool, stderr: Console, late: range
+) -> Watchdog:
+    on_seen = functools.partial(_report_seen, folder, stderr)
+    on_deadlock = functools.partial(_end_deadlock, folder, launched, stderr)
+    role_of = recipe.role_of if recipe.has_workers else lambda rank: ""
+    ranks = launch_environment.world_size()
+    return Watchdog(store, launch_environment.rank(), ranks, on_seen, role_of, on_deadlock, late)
+
+
 def _start_heartbeat(
     recipe: Recipe, folder: RunFolder, store: Store, on_lost: Callable[[int, str], None], restarts: bool
 ) -> Heartbeat:
     """Start the heartbeat of this rank; `on_lost` is called for a lost rank of those that all end together."""
-    rank, trains, watched = launch_environment.rank(), launch_environment.world_size(), None
+    rank, trains = launch_environment.rank(), launch_environment.world_size()
     if restarts:
         trains = len(recipe.role_ranks["train"])
-    if rank >= trains:  # its parent watches it, and starts it again
-        watched = 0
-        if recipe.run.max_restarts:  # it outlives those that train
-            on_lost = functools.partial(_fail_training, folder, store)
-            watched = rank if trains > 1 else 0
-        elif trains > 1:  # the next rank that trains reports rank 0
-            on_lost = _exit_disconnected
-    elif trains == 1 < launch_environment.world_size():
-        watched = 0  # itself, as only the ranks that do not train watch it
-    return Heartbeat(store, rank, trains, on_lost, watched)
+    if rank < trains:
+        watched = 0 if trains == 1 < launch_environment.world_size() else None  # itself: those that do not train do
+        return Heartbeat(store, rank, trains, on_lost, watched)
+    # The parent of this rank watches it, and starts it again; it does not know whether the run has ended
+    if recipe.run.max_restarts:  # it outlives those that train
+        record = functools.partial(_record_lost_rank, folder)
+        on_silent = functools.partial(_fail_training, folder, store) if trains == 1 else None
+        return Heartbeat(store, rank, trains, record, rank if trains > 1 else 0, on_silent, DISCONNECTED)
+    if trains > 1:  # the next rank that trains reports rank 0
+        return Heartbeat(store, rank, trains, _log_lost_rank, watched=0, exit_code=DISCONNECTED)
+    return Heartbeat(store, rank, trains, on_lost, watched=0, exit_code=RUN_LOST)
 
 
-def _exit_disconnected(lost_rank: int, message: str) -> None:
-    """Exit as a rank that does not train, which is started again, and which does not know whether the run has ended."""
+def _log_lost_rank(lost_rank: int, message: str) -> None:
     logger.error("rank %d: %s", lost_rank, message)
-    os._exit(DISCONNECTED)
 
 
-def _fail_training(folder: RunFolder, store: Store, lost_rank: int, message: str) -> None:
-    """Report the only rank that trains, which is started again, and exit as a rank that is, too."""
-    logger.error("rank %d: %s", lost_rank, message)
+def _record_lost_rank(folder: RunFolder, lost_rank: int, message: str) -> None:
+    _log_lost_rank(lost_rank, message)
     with suppress(OSError):
         Ended(lost_rank, message).write(folder, exclusive=True)
+
+
+def _fail_training(folder: RunFolder, store: Store, lost_rank: int, message: str, beat: str) -> None:
+    """Report the only rank that trains, which its parent starts again, while this one waits for the next start."""
     with suppress(dist.DistError):
         starts = TrainingAttempts(store, launch_environment.world_size())
-        starts.fail(starts.latest())
-    os._exit(DISCONNECTED)
+        start = starts.latest()
+        if read_beat(store, lost_rank) == beat:  # else another rank has reported it, and there is a next start
+            _record_lost_rank(folder, lost_rank, message)
+            starts.fail(start)
 
 
 def _report_lost_rank(

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from msgspec.structs import replace
 
 from hybrid3d import ledger
-from hybrid3d.config import Recipe
+from hybrid3d.config import Recipe, recipe_to_yaml
 from hybrid3d.launch import rendezvous
 from hybrid3d.launch.policies import STOPPED, Decision, Exit, Over, ServingPolicy, decide_training
 from hybrid3d.launch_environment import (
@@ -38,11 +38,13 @@ from hybrid3d.launch_environment import (
     DECIDED_SECONDS,
     DECISION_SECONDS,
     EXIT_SECONDS,
+    PARENT,
     START_SECONDS,
     State,
     heartbeat_seconds,
     local_rank,
     rank,
+    recipe_variable,
     run_id,
 )
 from hybrid3d.ledger import TrainingAttempts
@@ -65,7 +67,7 @@ logger = logging.getLogger(__name__)
 
 def become_parent() -> None:
     """Prepare this process, which runs a rank in child processes: what they leave ends with it."""
-    kill_when_parent_exits(os.getppid())
+    kill_when_parent_exits()
     adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the child dies with it
 
@@ -73,13 +75,14 @@ def become_parent() -> None:
 class RankHost:
     """What runs a rank in child processes of this one, which has become their parent."""
 
-    def __init__(self, tells: bool):
-        """`tells` says whether the children tell that they are alive."""
-        self._tells, self._starts = tells, 0
+    def __init__(self, tells: bool, **variables: str):
+        """`tells` says whether the children, which have these variables, tell that they are alive."""
+        self._tells, self._variables, self._starts = tells, variables, 0
 
     def start(self, failure: str = "") -> None:
         """Start this process's command as the child that runs the rank; `failure` says why the one before has ended."""
-        told = {RESTART_COUNT: str(self._starts), CHECKED: "1"}  # the checks are done
+        told = {RESTART_COUNT: str(self._starts), PARENT: str(os.getpid()), CHECKED: "1"}  # the checks are done
+        told |= self._variables
         if self._tells:
             told[FAILURE] = failure.replace("\0", "")[:MAX_FAILURE_TEXT].encode(errors="backslashreplace").decode()
         self._child = _start(told, subprocess.PIPE if self._tells else None)
@@ -174,13 +177,17 @@ class RunEnd:
                 self._stopped.wait(BEAT_SECONDS)
 
 
+def _host(recipe: Recipe, tells: bool) -> RankHost:
+    return RankHost(tells, **recipe_variable(recipe_to_yaml(recipe)))
+
+
 def run_serving_rank(recipe: Recipe, folder: RunFolder, launched: bool) -> int:
     """Run this rank's command as a child process, again each time it is lost, until it ends; return the exit code.
 
     If it was `launched`, hybrid3d's own launcher reports the failure that ends the run.
     """
     become_parent()
-    role, host, run_end = recipe.role_of(rank()), RankHost(tells=True), RunEnd()
+    role, host, run_end = recipe.role_of(rank()), _host(recipe, tells=True), RunEnd()
     policy, why = ServingPolicy(rank(), role, getattr(recipe.roles, role).max_restarts), ""
 
     def has_ended(states: bytes) -> bool:
@@ -211,7 +218,7 @@ def run_training_rank(recipe: Recipe, folder: RunFolder, launched: bool) -> int:
     Arguments and result are as for `run_serving_rank`.
     """
     become_parent()
-    host, stderr = RankHost(tells=False), terminal.duplicate_console(2)
+    host, stderr = _host(recipe, tells=False), terminal.duplicate_console(2)
     if rank() > 0:
         host.start()
     try:
@@ -219,7 +226,8 @@ def run_training_rank(recipe: Recipe, folder: RunFolder, launched: bool) -> int:
             store = rendezvous.connect("ranks")  # this process has it if it is that of rank 0 and no agent has it
     except rendezvous.RendezvousError as error:
         if rank() > 0:
-            return host.wait(lambda states: False).code  # it has tried the same, and reports it
+            code = host.wait(lambda states: False).code  # it has tried the same, and reports it
+            return code if code >= 0 else 1
         if not error.reported_by_rank_0 and local_rank() == 0:
             print_error(stderr, f"{recipe.name}: {error}")
         return error.code
@@ -256,7 +264,8 @@ def run_training_rank(recipe: Recipe, folder: RunFolder, launched: bool) -> int:
         no_answer.cancel()
         if not again:
             break
-        folder.failure_path(rank()).unlink(missing_ok=True)
+        with suppress(OSError):
+            folder.failure_path(rank()).unlink()
         host.start()
     remove_shared_memory(run_id())
     return max(code, 1)

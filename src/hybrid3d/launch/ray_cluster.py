@@ -31,10 +31,10 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rich.console import Console
 
-from hybrid3d.config import Recipe, RecipeError
+from hybrid3d.config import Recipe, RecipeError, recipe_to_yaml
 from hybrid3d.launch.launcher import new_run_id, supervise
 from hybrid3d.launch.ray_access import MODE, TOKEN, TOKEN_PATH, find_token
-from hybrid3d.launch_environment import CHECKED, CLOSE_SECONDS, CONNECT_SECONDS, EXIT_SECONDS, RUN
+from hybrid3d.launch_environment import CHECKED, CLOSE_SECONDS, CONNECT_SECONDS, EXIT_SECONDS, RUN, recipe_variable
 from hybrid3d.process import remove_shared_memory
 from hybrid3d.run.ends import Ended, read_end
 from hybrid3d.run.folder import RunFolder
@@ -209,7 +209,7 @@ def _run_once(
     """Run all ranks once and return the exit code of each that failed, negative for a signal."""
     folder.logs.mkdir(parents=True, exist_ok=True)
     (folder.logs / CONSOLE).write_bytes(b"")
-    ranks = _Ranks(arguments, recipe.world_size, folder, console)
+    ranks = _Ranks(arguments, recipe, folder, console)
     try:
         try:
             ranks.start(places)
@@ -226,8 +226,8 @@ def _run_once(
 class _Ranks:
     """The ranks of one start of a run, each in an actor."""
 
-    def __init__(self, arguments: Sequence[str], world_size: int, folder: RunFolder, console: Console):
-        self._arguments, self._world_size, self._folder, self._console = arguments, world_size, folder, console
+    def __init__(self, arguments: Sequence[str], recipe: Recipe, folder: RunFolder, console: Console):
+        self._arguments, self._recipe, self._folder, self._console = arguments, recipe, folder, console
         self._run_id = new_run_id(folder)
         self._meeting: dict[str, str] = {}  # where the ranks meet
         self._actors: dict[Place, list[Any]] = {}
@@ -266,9 +266,10 @@ class _Ranks:
             variables = {
                 **user_variables(),
                 **self._meeting,
-                **{"RANK": str(rank), "WORLD_SIZE": str(self._world_size)},
+                **{"RANK": str(rank), "WORLD_SIZE": str(self._recipe.world_size)},
                 **{"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(len(place.ranks))},
                 **{CHECKED: "1", RUN: self._run_id},
+                **recipe_variable(recipe_to_yaml(self._recipe)),
                 **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}),
                 "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
                 "PYTHONPATH": os.environ.get("PYTHONPATH", ""),

@@ -97,15 +97,15 @@ def meet(record: RankInfo, members: str = "ranks", again: bool = False, late: ra
             store.add("read", 1)
         elif not code:
             problems = _problems({0: json.loads(store.get("record/0")), rank: record}, members)
+        if code:
+            raise RendezvousError(message, code, reported_by_rank_0=True)
+        if problems:
+            raise RendezvousError("\n  ".join(problems), 2)
+        return _with_address(store, late)
     except dist.DistError as error:
         why = str(error).splitlines()[0][:200]
         message = f"{member} 0 at {address()} exited before all {members} had arrived: see its output ({why})"
         raise RendezvousError(message, 1) from error
-    if code:
-        raise RendezvousError(message, code, reported_by_rank_0=True)
-    if problems:
-        raise RendezvousError("\n  ".join(problems), 2)
-    return _with_address(store, late)
 
 
 def _own_address() -> str:

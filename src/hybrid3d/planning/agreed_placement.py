@@ -33,6 +33,7 @@ from hybrid3d.config.load import load_derived
 from hybrid3d.config.schema import to_raw
 from hybrid3d.errors import UserMistake
 from hybrid3d.inputs.models import read_config
+from hybrid3d.process import kill_when_parent_exits
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -60,7 +61,7 @@ def start_subprocess(
     recipe_file, answer = folder / "recipe.yaml", folder / "answer.json"
     recipe_file.write_text(recipe_to_yaml(recipe), encoding="utf-8")
     environment = {key: value for key, value in os.environ.items() if not key.startswith(_RANK_VARIABLES)}
-    environment["PYTHONIOENCODING"] = "utf-8:backslashreplace"
+    environment |= {"PYTHONIOENCODING": "utf-8:backslashreplace", launch_environment.PARENT: str(os.getpid())}
     command = [sys.executable, "-m", module, str(recipe_file), str(answer)]
     process = subprocess.Popen(
         command, env=environment, stdout=stdout, stderr=stderr, text=True, encoding="utf-8", errors="replace"
@@ -257,4 +258,5 @@ def compute_slots(recipe: Recipe) -> list[int]:
 
 
 if __name__ == "__main__":
+    kill_when_parent_exits()
     Path(sys.argv[2]).write_text(json.dumps(compute_slots(load_derived(sys.argv[1]))), encoding="utf-8")

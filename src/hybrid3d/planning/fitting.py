@@ -25,6 +25,7 @@ from hybrid3d.planning.memory import (
     gb,
     max_over_stages,
 )
+from hybrid3d.process import kill_when_parent_exits
 from hybrid3d.reshard.plan.classes import layer_of
 from hybrid3d.rollout.probe import SlotDemand, slot_demands
 from hybrid3d.train.megatron.probe import expected_shapes, holdings_of_all, mtp_holdings, representative_layer_counts
@@ -154,6 +155,7 @@ def _multiplicity(layer_counts: Mapping[int, int]) -> Callable[[str], int]:
 
 
 if __name__ == "__main__":
+    kill_when_parent_exits()
     recipe = load_derived(sys.argv[1])
     try:
         check_memory(recipe, read_config(recipe.model.path))

@@ -118,7 +118,10 @@ def find_root_cause(folder: RunFolder, codes: Mapping[int, int], ranks: Containe
 
 def describe_signal(number: int) -> str:
     """Return a signal's name; for SIGBUS with what is left of the shared memory, which is its usual cause."""
-    name = signal.Signals(number).name
+    try:
+        name = signal.Signals(number).name
+    except ValueError:  # those between SIGRTMIN and SIGRTMAX have none
+        name = f"signal {number}"
     if number != signal.SIGBUS or not SHARED_MEMORY.is_dir():
         return name
     space = shutil.disk_usage(SHARED_MEMORY)

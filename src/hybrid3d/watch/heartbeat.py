@@ -57,18 +57,23 @@ class Heartbeat:
         world_size: int,
         on_lost: Callable[[int, str], None],
         watched: int | None = None,
+        on_silent: Callable[[int, str, str], None] | None = None,
+        exit_code: int = 1,
     ):
         """Start the threads, which use a connection of their own to the store of the rendezvous.
 
         Args:
             world_size: of the ranks that watch each other.
             on_lost: called once, in a thread, with a rank that does not answer and what is known about it. This process
-                exits when it returns.
+                then kills that rank's, if it is on this node, and exits.
             watched: the rank to watch, on a rank that others do not watch.
+            on_silent: called instead of `on_lost`, with the last beat too, for a rank that no longer beats while the
+                store answers; this process then goes on, and watches the one that takes the lost one's place.
+            exit_code: of this process, when it has lost a rank.
         """
         self._store = clone_store(store)
         self._rank, self._watched = rank, (rank + 1) % world_size if watched is None else watched
-        self._on_lost = on_lost
+        self._on_lost, self._on_silent, self._exit_code = on_lost, on_silent, exit_code
         self._stopped = threading.Event()
         self._identity = (os.getpid(), start_ticks(os.getpid()), socket.gethostname())
         # Under srun, rank 0's process hosts the store, so that an unreachable store means that rank 0 hangs. Under
@@ -119,13 +124,13 @@ class Heartbeat:
                 silent = silent + passed if self._last_beat == last_beat else 0.0
             answers, last_beat = self._answers, self._last_beat
             if silent > self._timeout(last_beat):
-                self._end_run(self._watched, silent, last_beat)
-                return
+                self._lose(self._watched, silent, last_beat, self._on_silent)
+                silent = 0.0
             if unreachable > self._timeout(last_beat) and self._agent_has_store and self._refused:
-                self._end_run(0, unreachable, "", "the store in its node's torchrun")
+                self._lose(0, unreachable, "", subject="the store in its node's torchrun")
                 return
             if unreachable > self._timeout(last_beat) and self._rank > 0 and not self._agent_has_store:
-                self._end_run(0, unreachable, last_beat if self._watched == 0 else "")
+                self._lose(0, unreachable, last_beat if self._watched == 0 else "")
                 return
 
     def _timeout(self, last_beat: str) -> float:
@@ -136,8 +141,15 @@ class Heartbeat:
         # Importing libraries and building engines, before the first phase, can block threads
         return max(heartbeat_seconds(), START_SECONDS) if phase == STARTING else heartbeat_seconds()
 
-    def _end_run(self, rank: int, silent: float, last_beat: str, subject: str = "it") -> None:
-        """Report a lost rank, kill its process if it is on this node, and end this process."""
+    def _lose(
+        self,
+        rank: int,
+        silent: float,
+        last_beat: str,
+        on_silent: Callable[[int, str, str], None] | None = None,
+        subject: str = "it",
+    ) -> None:
+        """Report a lost rank, kill its process if it is on this node, and, without `on_silent`, end this process."""
         if self._stopped.is_set():
             return
         message, lost_pid = f"{subject} has not answered for {silent:.0f} s", 0
@@ -151,9 +163,13 @@ class Heartbeat:
             else:
                 message += f": look at process {pid} on {host}"
         try:
-            self._on_lost(rank, message)
+            if on_silent is None:
+                self._on_lost(rank, message)
+            else:
+                on_silent(rank, message, last_beat)
         finally:
             if lost_pid:  # after the report, because its death makes the launcher end this process
                 with suppress(OSError):
                     os.kill(lost_pid, signal.SIGKILL)  # the launcher would wait for it
-            os._exit(1)  # the main thread may be waiting for that rank
+            if on_silent is None:
+                os._exit(self._exit_code)  # the main thread may be waiting for that rank
