@@ -315,6 +315,52 @@ def test_partial_rollout_keeps_the_age_bound_and_loses_no_prompt(
         assert (left, sum(batch.batches for batch in batches)) == ([], steps)
 
 
+class SeveralReplicas:
+    """Replicas of one engine each, in this process."""
+
+    def __init__(self, parts: Sequence[Any]):
+        self.parts, self.numbers = parts, tuple(range(len(parts)))
+
+    def advance(self, prompts: Any, wanted: Any, *more: Any) -> Any:
+        given = [{0: wanted[number]} if wanted else wanted for number in self.numbers]
+        return {n: self.parts[n].advance({0: prompts.get(n, ())}, given[n], *more)[0] for n in self.numbers}
+
+
+@pytest.mark.parametrize("ahead", [0, 3])
+@pytest.mark.parametrize("number", [2, 4])
+def test_replicas_that_answer_replacements_drop_no_prompt(alone: dist.ProcessGroup, number: int, ahead: int) -> None:
+    """A third of all prompts teaches nothing, so that each step asks the replicas again for a few."""
+    draw, rewards, steps = random.Random(1), Counter[int](), 30
+    lengths: dict[tuple[int, int], int] = {}
+    more = ["async.batches_in_flight=2", "algorithm.prompts_per_step=8", f"run.steps={steps - 1}"]
+    recipe = recipe_of(*more, "algorithm.dynamic_sampling=3", *(["roles.generation.ranks=2"] if ahead else []))
+
+    def reward(query: Query) -> float:
+        rewards[int(query.prompt)] += 1
+        return float(int(query.prompt) % 3 > 0 and rewards[int(query.prompt)] % 2)
+
+    def length(prompt: int, answer: int) -> int:
+        return lengths.setdefault((prompt, answer), min(60, int(draw.lognormvariate(2, 1)) + 1))
+
+    engines = [Engine(length) for _ in range(number)]
+    parts = [rollouts_on(engine, alone, recipe, reward) for engine in engines]
+    rollouts = parts[0]
+    rollouts._replicas = SeveralReplicas([one._replicas for one in parts])  # type: ignore[assignment]
+    batch, most = 0, 0
+    for step in range(steps):
+        for engine in engines:
+            engine.version = step
+        made = rollouts.generate_batch(step, batch, recipe)
+        batch += made.batches
+        assert made.dropped_tokens == 0
+        held = [len(rollouts._places[replica]) for replica in range(number)]
+        most = max(most, max(held) - min(held))
+        if ahead:
+            asked = iter([False] * ahead + [True] * number)
+            rollouts.generate_ahead(step, recipe, lambda: next(asked))  # noqa: B023
+    assert most <= 8
+
+
 def test_resumed_run_draws_the_unfinished_prompts_again(alone: dist.ProcessGroup) -> None:
     recipe = recipe_of()
     length = lambda prompt, answer: 5 if prompt else 12  # noqa: E731

@@ -299,9 +299,7 @@ class PartialRollouts(Rollouts):
             if not self._taken:
                 # What is missing later takes no more prompts than it needs: the next steps could not train them in time
                 self._fill(version, 1 if selection.prompts else most, selection.missing, recipe)
-                shares = shares_of(available(self._replicas), range(selection.missing))
-                wanted = {number: len(share) for number, share in shares.items()}
-                self._taken = self._advance(version, wanted, recipe)
+                self._taken = self._advance(version, self._shares(selection.missing), recipe)
             taken = [answer for of_replica in self._taken for answer in answers_of(of_replica.samples)]
             self._select(taken, selection)
             for of_replica in self._taken:
@@ -332,7 +330,7 @@ class PartialRollouts(Rollouts):
         return list(found.values())
 
     def _fill(self, version: int, batches: int, wanted: int, recipe: Recipe) -> None:
-        """Draw prompts until so many batches are being answered, and each replica has its share of those wanted."""
+        """Draw prompts until so many batches are being answered, and as many as are wanted."""
         assert self._drawn is not None
         prompts = recipe.algorithm.prompts_per_step
         for number in self._places.keys() - set(self._replicas.numbers):
@@ -340,16 +338,23 @@ class PartialRollouts(Rollouts):
             self._new.pop(number, None)
         self._draw(self._redrawn, version)
         self._redrawn = []
-        while sum(map(len, self._places.values())) + prompts <= batches * prompts or (
-            batches and self._lacks_prompts(wanted)
-        ):
+        least = max((batches - 1) * prompts + 1, wanted if batches else 0)
+        while sum(map(len, self._places.values())) < least:
             self._draw([(self._drawn, i) for i in range(prompts)], version)
             self._drawn += 1
 
-    def _lacks_prompts(self, wanted: int) -> bool:
-        """Return whether a replica has fewer prompts than its share, as some were dropped, or a replica was lost."""
-        shares = shares_of(available(self._replicas), range(wanted))
-        return any(len(self._places.get(number, ())) < len(share) for number, share in shares.items())
+    def _shares(self, wanted: int) -> dict[int, int]:
+        """Return how many of the prompts that are wanted each replica is to give: those that have most give most.
+
+        Prompts are given out evenly, so that another rule would let them become too old where fewer are asked for.
+        """
+        left = {number: len(self._places.get(number, ())) for number in available(self._replicas)}
+        shares = dict.fromkeys(left, 0)
+        for _ in range(wanted):
+            fullest = max(left, key=lambda number: (left[number], -number))
+            shares[fullest] += 1
+            left[fullest] -= 1
+        return shares
 
     def _draw(self, places: Sequence[Place], version: int) -> None:
         """Give the prompts at these places to replicas: by their index in the batch, whose order the replicas share."""
