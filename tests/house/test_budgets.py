@@ -22,7 +22,7 @@ assert SPEC.loader is not None
 structure = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(structure)
 
-FILES, LINES = 295, 53200  # of the package
+FILES, LINES = 295, 53300  # of the package
 LINES_OF_ROOM = {
     "__init__": 20,
     "__main__": 10,
@@ -37,28 +37,28 @@ LINES_OF_ROOM = {
     "families": 1160,
     "generation": 3640,
     "inputs": 1020,
-    "launch": 2200,
-    "launch_environment": 350,
+    "launch": 2220,
+    "launch_environment": 360,
     "ledger": 310,
     "patches": 260,
     "planning": 2280,
-    "process": 260,
+    "process": 270,
     "replay": 720,
     "report": 1390,
     "reshard": 6260,
     "rl": 2350,
     "rollout": 2500,
-    "run": 1960,
+    "run": 1970,
     "scoring": 4300,
     "storage": 670,
     "sync": 900,
     "train": 4280,
     "trainer": 2910,
-    "watch": 910,
-    "weight_transfer": 1010,
+    "watch": 920,
+    "weight_transfer": 1020,
     "workers": 1500,
 }
-IMPORTS = 0.0732  # the share of lines that imports take; 0.065 is aimed at
+IMPORTS = 0.0731  # the share of lines that imports take; 0.065 is aimed at
 NONE = {
     "bench": 34,
     "certify": 12,
@@ -70,12 +70,12 @@ NONE = {
     "families": 21,
     "generation": 96,
     "inputs": 36,
-    "launch": 46,
+    "launch": 45,
     "launch_environment": 4,
     "ledger": 1,
     "patches": 1,
     "planning": 42,
-    "process": 4,
+    "process": 5,
     "replay": 15,
     "report": 33,
     "reshard": 70,
@@ -87,7 +87,7 @@ NONE = {
     "sync": 4,
     "train": 96,
     "trainer": 133,
-    "watch": 35,
+    "watch": 37,
     "weight_transfer": 5,
     "workers": 37,
 }  # comparisons with None by room

@@ -102,6 +102,19 @@ def test_refused(recipe: Recipe, settings: dict[str, Any], problem: str) -> None
     assert [line[: len(problem)] for line in caught.value.problems] == [problem]
 
 
+def test_rows_that_were_checked_fit_later_budgets(demo: Path) -> None:
+    """No answer has a bound: a budget below that of the start may have no room for the data's longest row."""
+    more = [
+        "algorithm.kl={where: none, coef: 0}",
+        f"model.path={demo / 'base'}",
+        "train.max_tokens_per_micro_batch=500",
+    ]
+    recipe = load_recipe(DEMO, [*SFT, *more])
+    with pytest.raises(RecipeError, match="=499: the data's longest row was checked against 500 when the run started"):
+        apply_settings(recipe, {"train.max_tokens_per_micro_batch": 499}, step=2)
+    assert apply_settings(recipe, {"train.max_tokens_per_micro_batch": 501}, step=2).train.max_tokens_per_micro_batch
+
+
 def test_changed_is_the_recipe_with_these_settings_and_no_others(recipe: Recipe) -> None:
     new = apply_settings(
         recipe, {"optimizer.lr": "1e-6", "run.steps": 8, "rollout.temperature": 2, "guard.spike": 5}, step=7
@@ -449,6 +462,21 @@ SFT = ["algorithm.name=sft", "algorithm.samples_per_prompt=1", "run.eval_every=1
 def test_reduced_settings_take_less_memory(settings: list[str], less: dict[str, Any]) -> None:
     settings = [s if s != "algorithm.kl=null" else "algorithm.kl={where: none, coef: 0}" for s in settings]
     assert reduced_settings(load_recipe(DEMO, settings)) == {f"train.{key}": value for key, value in less.items()}
+
+
+def test_rows_may_be_longer_than_answers_of_an_evaluation(demo: Path) -> None:
+    """`sft` has a rollout for `hybrid3d eval` alone: its rows are as long as the model's positions."""
+    more = [
+        "algorithm.kl={where: none, coef: 0}",
+        f"model.path={demo / 'base'}",
+        "train.max_tokens_per_micro_batch=4096",
+    ]
+    recipe = load_recipe(DEMO, [*SFT, *more])
+    assert recipe.rollout is not None
+    longest = json.loads((demo / "base/config.json").read_text())["max_position_embeddings"]
+    assert recipe.rollout.max_model_len < longest
+    reduced = reduced_settings(recipe).get("train.max_tokens_per_micro_batch", 4096)
+    assert reduced == min(4096, max(2048, longest))
 
 
 OUT = find_out_of_memory(torch.OutOfMemoryError("CUDA out of memory.\nsomething else"))

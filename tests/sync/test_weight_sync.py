@@ -53,6 +53,34 @@ def test_sync_without_overlap_is_exposed_from_begin_to_commit(alone: dist.Proces
     assert 0.3 <= report.exposed_seconds <= report.seconds
 
 
+class NobodyThere(JsonExchange):
+    """The collectives of ranks of which one is lost once all have planned together."""
+
+    lost = False
+
+    def minimum(self, number: int) -> int:
+        if self.lost:
+            raise dist.DistBackendError("Connection closed by peer")
+        return super().minimum(number)
+
+
+@pytest.mark.parametrize("blocks_host", [True, False])
+def test_weights_of_a_lost_rank_are_not_committed(alone: dist.ProcessGroup, blocks_host: bool) -> None:
+    """Where a wait blocks a stream alone, it may end without an error when the rank that is waited for is lost."""
+    source, sink = tensor_source({"w": torch.ones(3)}), tensor_sink({"w": torch.zeros(3)})
+    transport, exchange = make_transport(torch.device("cpu"), alone, 8), NobodyThere(alone)
+    transport.blocks_host = blocks_host
+    sync = WeightSync(source, sink, SyncSettings(1 << 20, 8), exchange, transport)
+    sync.run(1)
+    exchange.lost = True
+    if blocks_host:  # the wait itself would have failed
+        sync.run(2)
+        return
+    with pytest.raises(dist.DistBackendError):
+        sync.run(2)
+    assert (sync.in_progress, sink.version) == (2, None)
+
+
 @pytest.mark.engines
 def test_rank_has_a_source_a_sink_or_both(tmp_path: Path) -> None:
     run_ranks(JOB, 3, [str(tmp_path)], timeout=120)

@@ -60,9 +60,9 @@ class Client:
             raise self.error
 
 
-def make_worker(quant_config: Any = None, device: str = "cpu", rank: int = 0) -> WorkerEngine:
+def make_worker(quant_config: Any = None, device: str = "cpu", rank: int = 0, moves: bool = False) -> WorkerEngine:
     config = SimpleNamespace(
-        parallel_config=SimpleNamespace(data_parallel_index=0, world_size=1, rank=rank),
+        parallel_config=SimpleNamespace(data_parallel_index=0, world_size=1, rank=rank, enable_eplb=moves),
         model_config=SimpleNamespace(quantization="fp8"),
         quant_config=quant_config,
     )
@@ -308,6 +308,7 @@ def test_trainer_needs_a_source_on_one_device() -> None:
     ("worker", "problem"),
     [
         (lambda: make_worker(quant_config="fp8"), r"vLLM quantizes its weights \(fp8\)"),
+        (lambda: make_worker(moves=True), r"vLLM moves experts between ranks \(--enable-eplb\)"),
         (
             lambda: make_worker(rank=2),
             "vLLM has 3 workers or more, and world_size=2 with 1 of the trainer's ranks leaves 1",
@@ -333,6 +334,20 @@ def test_worker_keeps_what_has_failed() -> None:
     assert "no trainer is connected" in engine.take_failure()
     engine.update_weights({"names": []})
     assert "Invalid update_info" in engine.take_failure()
+    engine.finish_weight_update()
+    assert "before an update has succeeded" in engine.take_failure()
+
+
+def test_update_that_receives_nothing_does_not_succeed() -> None:
+    """Though the one before has: its weights would get the label of a version that vLLM does not have."""
+    engine = make_worker()
+    engine.held = True
+    sink = SimpleNamespace(version=1)
+    engine._membership = SimpleNamespace(resharder=SimpleNamespace(sink=sink))  # type: ignore[assignment]
+    engine._updated = True  # by the first update
+    engine.finish_weight_update()
+    assert engine.take_failure() == ""
+    engine.start_weight_update()
     engine.finish_weight_update()
     assert "before an update has succeeded" in engine.take_failure()
 

@@ -104,6 +104,11 @@ def apply_settings(recipe: Recipe, settings: Settings, step: int) -> Recipe:
             f"train.max_tokens_per_micro_batch={new_budget}: it was {old_budget}, and can only change from one number "
             "to another"
         )
+    elif not new.algorithm.generates and (new.train.max_tokens_per_micro_batch or 0) < (budgets[0] or 0):
+        problems.append(
+            f"train.max_tokens_per_micro_batch={budgets[1]}: the data's longest row was checked against {budgets[0]} "
+            "when the run started: at least as many"
+        )
     if problems:
         raise RecipeError(recipe.name, problems)
     check_model(new)

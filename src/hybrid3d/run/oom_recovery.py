@@ -125,7 +125,8 @@ def reduced_settings(recipe: Recipe) -> dict[str, Any]:
     """
     train, settings = recipe.train, dict[str, Any]()
     if train.max_tokens_per_micro_batch is not None:
-        if recipe.rollout is not None:
+        if recipe.algorithm.generates:
+            assert recipe.rollout is not None, "checked when the recipe was read"
             longest = recipe.rollout.max_model_len
         else:  # of a supervised sequence
             from hybrid3d.inputs.models import read_config  # not above: it imports what reads data

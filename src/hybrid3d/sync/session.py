@@ -249,6 +249,9 @@ class WeightSync(Sync):
                 if corrupted:
                     done = self._send_again(corrupted)
                 synchronize()
+                if not self.transport.blocks_host:
+                    # Of a rank that is lost, aborted kernels end without an error, and with what there was in memory
+                    self._exchange.minimum(self._version)
             changed = self._delta.count()
             if self._delta.probes:
                 self._delta.find_sparse(self._executing)

@@ -46,5 +46,6 @@ def train_rl(trainer: Trainer, live: LiveSettings, checkpoints: Checkpoints, log
             unfinished = tuple(generated.unfinished or ())
             progress = replace(trainer.progress, batch=batch, unfinished=unfinished, control=live.control)
             checkpoints.save_if_due(step, progress, recipe.run)
+            del generated, experience  # whose tensors would take memory that the next answers' KV cache needs
     log.close()
     trainer.close(live.recipe)

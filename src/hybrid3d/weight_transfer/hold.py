@@ -220,7 +220,7 @@ ENGINE_CALLS = Patch(
 TOUCHED = {
     "vllm.config.VllmConfig": "parallel_config quant_config weight_transfer_config",
     "vllm.config.model.ModelConfig": "quantization",
-    "vllm.config.parallel.ParallelConfig": "data_parallel_index data_parallel_size rank world_size",
+    "vllm.config.parallel.ParallelConfig": "data_parallel_index data_parallel_size enable_eplb rank world_size",
     "vllm.config.weight_transfer.WeightTransferConfig": "backend",
     "vllm.v1.core.sched.scheduler.Scheduler": "pause_state set_pause_state",
     "vllm.v1.engine.core.EngineCore": "_reset_caches get_weight_version scheduler set_weight_version vllm_config",

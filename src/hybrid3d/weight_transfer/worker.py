@@ -222,6 +222,7 @@ class WorkerEngine(WeightTransferEngine):
         self.held = False
         self._failure = ""
         self._membership: Membership | None = None
+        self._updated = False  # since the update has begun
 
     def take_failure(self) -> str:
         failure, self._failure = self._failure, ""
@@ -258,11 +259,14 @@ class WorkerEngine(WeightTransferEngine):
             )
         if self.vllm_config.quant_config is not None:
             return f"vLLM quantizes its weights ({self.model_config.quantization}), which only its own loader can do"
+        if self.parallel_config.enable_eplb:
+            return "vLLM moves experts between ranks (--enable-eplb), after which weights would reach the wrong ones"
         if info.device != self.device.type:
             return f"the trainer's weights are on {info.device}, and vLLM's on {self.device.type}"
         return ""
 
     def start_weight_update(self) -> None:
+        self._updated = False
         if not self.held:
             raise RuntimeError(
                 "vLLM's engine process has not loaded hybrid3d's plugin, without which it would generate with weights "
@@ -279,10 +283,11 @@ class WorkerEngine(WeightTransferEngine):
         resharder = self._membership.resharder
         report = resharder.run(update_info.update)
         resharder.exchange.unique((resharder.exchange.rank, report.received_bytes, resharder.lower_bound))
+        self._updated = True
         logger.info("update %d: received %d bytes", update_info.update, report.received_bytes)
 
     def finish_weight_update(self) -> None:
-        if not (self._membership and self._membership.resharder.sink.version):
+        if not (self._membership and self._updated):
             self._failure = "finish_weight_update is called before an update has succeeded"
 
     def shutdown(self) -> None:
