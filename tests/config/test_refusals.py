@@ -21,11 +21,42 @@ ROOT = Path(__file__).resolve().parents[2]
 TREES = {path.name: ast.parse(path.read_text()) for path in sorted((ROOT / "src/hybrid3d/config").glob("*.py"))}
 MOST_NOT_BUILT = 13
 
+MOST_TOGETHER = 25
+FEATURES = {
+    "agents": r"rollout\.agents|\{agents\}",
+    "ahead": r"async\.(max_staleness|batches_in_flight)",
+    "context parallel": r"train\.cp\b",
+    "critic": r"\bcritic\b",
+    "delta": r"sync\.delta",
+    "dynamic sampling": r"dynamic_sampling",
+    "environment": r"rollout\.environment",
+    "expert-parallel rollout": r"rollout\.(dp|expert_parallel)\b",
+    "expert tensor parallel": r"train\.etp",
+    "fp8 rollout": r"rollout\.quantization",
+    "fp8 training": r"train\.fp8",
+    "greedy": r"greedy",
+    "lora": r"\blora\b",
+    "multi-token prediction": r"mtp_loss_coef",
+    "offload": r"train\.offload",
+    "overlong": r"overlong_buffer",
+    "packed": r"train\.packed",
+    "pairs": r"uses_pairs|dpo",
+    "partial": r"async\.partial",
+    "reward model": r"reward\.model",
+    "reward ranks": r"roles\.reward",
+    "router replay": r"router_replay",
+    "sleep": r"rollout\.sleep|keep_weights",
+    "split": r"roles\.generation",
+    "teacher": r"kl\.endpoint",
+    "token budget": r"max_tokens_per_micro_batch",
+    "virtual stages": r"train\.vpp",
+}
+
 MAKERS = {
     "arithmetic": 0,
     "by_engine": 1,
     "definition": 0,
-    "not_built": 0,
+    "not_built": 1,
 }  # and which of their arguments the message is
 FROM_CONFIG_JSON = {"head_dim", "kv_lora_rank", "qk_rope_head_dim"}
 
@@ -98,6 +129,40 @@ def test_ever_fewer_are_not_built() -> None:
     found = Counter(where.partition(":")[0] for where, _ in calls_of("not_built"))
     found["sections/"] += sum(condition.kind == "not_built" for condition in conditions_in(Recipe))
     assert found.total() <= MOST_NOT_BUILT, f"this number only falls: build what is refused; there are {dict(found)}"
+
+
+def together() -> Iterator[tuple[str, list[str]]]:
+    """Each refusal that names two features or more, in its text or in the variables of it, and these features."""
+    for file, tree in TREES.items():
+        for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+            named = {
+                ast.unparse(target): ast.unparse(node.value)
+                for node in ast.walk(function)
+                if isinstance(node, ast.Assign)
+                for target in node.targets
+            }
+            for node in ast.walk(function):
+                if called(node) in ("by_engine", "definition", "not_built"):  # type: ignore[arg-type]
+                    text = ast.unparse(node)
+                    text += " ".join(value for name, value in named.items() if f"{{{name}}}" in text)
+                    found = [feature for feature, pattern in FEATURES.items() if re.search(pattern, text)]
+                    if len(found) > 1:
+                        yield f"{file}:{node.lineno}", found  # type: ignore[attr-defined]
+
+
+def test_few_features_exclude_each_other() -> None:
+    found = list(together())
+    assert len(found) > 10
+    assert len(found) <= MOST_TOGETHER, "\n".join(f"{where}: {', '.join(names)}" for where, names in found)
+
+
+def test_what_is_not_built_has_a_reason() -> None:
+    for where, call in calls_of("not_built"):
+        given = call.args[0]
+        assert isinstance(given, ast.Constant) or ast.unparse(given) == "why", f"{where}: the first argument is why"
+    with pytest.raises(AssertionError, match="has a reason"):
+        Refusal("not_built", "nobody knows why")
+    assert {bool(condition.why) for condition in conditions_in(Recipe) if condition.kind == "not_built"} == {True}
 
 
 def test_their_settings_exist() -> None:

@@ -46,13 +46,15 @@ def check_async(recipe: Recipe) -> Iterator[Refusal]:
 
 def _check_partial(recipe: Recipe, ahead: Async, rollout: Rollout) -> Iterator[Refusal]:
     if ahead.keeps_cache and rollout.sleep and not recipe.is_split:
-        yield not_built(  # weights can be kept in a vLLM that sleeps, and a cache could
-            f"async.partial={ahead.partial}: vLLM frees its KV cache while it sleeps: set rollout.sleep=false"
+        yield not_built(
+            "weights can be kept in a vLLM that sleeps, and a cache could",
+            f"async.partial={ahead.partial}: vLLM frees its KV cache while it sleeps: set rollout.sleep=false",
         )
     if ahead.keeps_cache and rollout.dp > 1:
         yield not_built(
+            "the engines would have to agree on the step in which all of them pause",
             f"async.partial={ahead.partial}: with rollout.dp={rollout.dp} engines that share experts must end their "
-            "requests together before a sync: set async.partial=continue"
+            "requests together before a sync: set async.partial=continue",
         )
     if ahead.batches_in_flight > ahead.max_staleness + 1:
         yield arithmetic(
@@ -61,9 +63,10 @@ def _check_partial(recipe: Recipe, ahead: Async, rollout: Rollout) -> Iterator[R
         )
     if rollout.environment is not None and rollout.dp > 1:
         yield not_built(
+            "an engine whose answers wait would have to step along without a request",
             f"async.partial={ahead.partial}: engines that share experts (rollout.dp={rollout.dp}) step together, and "
             f"cannot wait for rollout.environment={rollout.environment} apart: set rollout.dp=1, or leave "
-            "async.partial out"
+            "async.partial out",
         )
 
 
@@ -107,13 +110,15 @@ def check_agents(recipe: Recipe) -> Iterator[Refusal]:
         yield definition(f"{agents}: agents take turns themselves: leave rollout.environment={rollout.environment} out")
     if rollout.dp > 1:
         yield not_built(
+            "an engine whose answers wait would have to step along without a request",
             f"{agents}: engines that share experts (rollout.dp={rollout.dp}) step together, and cannot wait for agents "
-            "apart: set rollout.dp=1"
+            "apart: set rollout.dp=1",
         )
     if reward.overlong_buffer:
-        yield not_built(  # the branch of the last reply, which is scored, has a length
+        yield not_built(
+            "the branch of the last reply, which is scored, has a length",
             f"{agents}: the length of an agent's answer is not that of one sequence: leave "
-            f"reward.overlong_buffer={reward.overlong_buffer} out"
+            f"reward.overlong_buffer={reward.overlong_buffer} out",
         )
 
 

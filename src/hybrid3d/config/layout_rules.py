@@ -228,8 +228,9 @@ def _check_blocks(rollout: Rollout, model: ModelShape) -> Iterator[Refusal]:
                 f"rollout.tp={rollout.tp}: {setting} {share.what}={share.size} gives each rank "
                 f"{share.on_each(rollout.tp):g}, which is not a multiple of it"
             )
-        if share.is_expert:  # vLLM can divide their blocks (`refine_fp8_moe_block_shape`); no sync plans that
-            yield not_built(message, key, fix)
+        if share.is_expert:
+            why = "vLLM can divide their blocks (`refine_fp8_moe_block_shape`); no sync plans that"
+            yield not_built(why, message, key, fix)
         else:
             yield by_engine(VLLM, message, key, fix)
 

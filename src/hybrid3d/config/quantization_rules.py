@@ -28,8 +28,9 @@ def check_fp8(recipe: Recipe) -> Iterator[Refusal]:
         )
     if recipe.quantizes and recipe.syncs_adapters:
         yield not_built(
+            "vLLM has adapters over quantized layers; how both engines round their sums was not compared",
             f"lora.sync=adapter: with {setting} the weights below adapters would be quantized, which this version does "
-            "not support: set lora.sync=merged, or leave rollout.quantization out"
+            "not support: set lora.sync=merged, or leave rollout.quantization out",
         )
     if recipe.train.fp8 != "none" and recipe.model.dtype != "bfloat16":
         yield definition(

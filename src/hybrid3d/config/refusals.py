@@ -45,6 +45,7 @@ class Refusal:
             separated by spaces.
         fix: of a layout, the suggestion, if it is not a value of `settings` that can be searched for.
         engine: the engine and its range of versions, of the kind `engine`.
+        why: what stands in the way, of the kind `not_built`.
     """
 
     kind: Kind
@@ -52,9 +53,11 @@ class Refusal:
     settings: str = ""
     fix: str = ""
     engine: str = ""
+    why: str = ""
 
     def __post_init__(self) -> None:
         assert (self.kind == "engine") == bool(self.engine), "an engine's limit names the engine, and no other does"
+        assert (self.kind == "not_built") == bool(self.why), "what is not built has a reason, and no other has"
 
     @property
     def keys(self) -> list[str]:
@@ -63,7 +66,10 @@ class Refusal:
 
 arithmetic = partial(Refusal, "arithmetic")
 definition = partial(Refusal, "definition")
-not_built = partial(Refusal, "not_built")
+
+
+def not_built(why: str, message: str, settings: str = "", fix: str = "") -> Refusal:
+    return Refusal("not_built", message, settings, fix, why=why)
 
 
 def by_engine(engine: str, message: str, settings: str = "", fix: str = "") -> Refusal:
@@ -88,12 +94,14 @@ class OnlyIf:
             this, are filled in.
         decided_by: settings that decide on it, and that a schedule may change.
         kind: why it has none.
+        why: see `Refusal`.
     """
 
     is_met: Callable[[Any, Any], bool]
     otherwise: str
     decided_by: tuple[str, ...] = ()
     kind: Kind = "definition"
+    why: str = ""
 
 
 def only_if(default: T, *conditions: OnlyIf) -> T:
@@ -106,9 +114,10 @@ def of_own(is_met: Callable[[Any], bool], otherwise: str, *decided_by: str) -> O
     return OnlyIf(lambda _, own: is_met(own), otherwise, decided_by)
 
 
-def of_recipe(is_met: Callable[[Any], bool], otherwise: str, kind: Kind = "definition") -> OnlyIf:
-    """Return a condition that other sections decide on."""
-    return OnlyIf(lambda recipe, _: is_met(recipe), otherwise, kind=kind)
+def of_recipe(is_met: Callable[[Any], bool], otherwise: str, not_built: str = "") -> OnlyIf:
+    """Return a condition that other sections decide on; `not_built` is why, where it could be met by building it."""
+    kind: Kind = "not_built" if not_built else "definition"
+    return OnlyIf(lambda recipe, _: is_met(recipe), otherwise, kind=kind, why=not_built)
 
 
 def of_sampling(what: str) -> OnlyIf:
@@ -156,7 +165,7 @@ def _unused_in(recipe: Any, own: Any, defaults: Any, path: str, scheduled: Set[s
                     why = condition.otherwise.format(recipe=recipe, own=own, path=path)
                     problem = f"{key}={_as_yaml(value)} has no effect: {why}"
                     message = f"{problem}: leave it out, or set it to {_as_yaml(usual)}"
-                    yield Refusal(condition.kind, message)
+                    yield Refusal(condition.kind, message, why=condition.why)
                 break
 
 

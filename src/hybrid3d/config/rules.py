@@ -75,9 +75,10 @@ def _check_training(recipe: Recipe) -> Iterator[Refusal]:
             f"rollout.max_model_len={rollout.max_model_len} tokens: at least {rollout.max_model_len}"
         )
     if budget is not None and train.vpp > 1 and not train.packed:
-        yield not_built(  # Megatron-Core 0.16.1 exchanges shapes in this schedule too (`variable_seq_lengths`)
+        yield not_built(
+            "Megatron-Core 0.16.1 exchanges shapes in this schedule too (`variable_seq_lengths`)",
             f"train.max_tokens_per_micro_batch={budget}: padded micro batches differ in shape, which the interleaved "
-            f"schedule (train.vpp={train.vpp}) does not support: set train.packed=true, or train.vpp=1"
+            f"schedule (train.vpp={train.vpp}) does not support: set train.packed=true, or train.vpp=1",
         )
 
 
@@ -137,7 +138,8 @@ def _check_lora(recipe: Recipe) -> Iterator[Refusal]:
         )
     if recipe.train.etp > 1:
         yield not_built(
-            f"train.etp={recipe.train.etp}: adapters (lora) of experts are not sharded over ranks: set train.etp=1"
+            "each rank would need its rows or columns of an adapter, as with tensor parallelism",
+            f"train.etp={recipe.train.etp}: adapters (lora) of experts are not sharded over ranks: set train.etp=1",
         )
 
 
@@ -146,16 +148,18 @@ def _check_mtp(recipe: Recipe) -> Iterator[Refusal]:
     if not recipe.train.mtp_loss_coef:
         return
     if recipe.algorithm.uses_pairs:
-        yield not_built(  # the loss could be of the chosen answers alone
-            f"{setting}: algorithm.name={recipe.algorithm.name} has rejected answers, which it would learn too: set 0"
+        yield not_built(
+            "the loss could be of the chosen answers alone",
+            f"{setting}: algorithm.name={recipe.algorithm.name} has rejected answers, which it would learn too: set 0",
         )
     if recipe.lora is not None:
         yield definition(
             f"{setting} trains layers, and with lora all but the adapters stays as it is: leave one of them out"
         )
     if recipe.train.cp > 1:
-        yield not_built(  # Megatron-Core 0.16.1 exchanges these tokens between ranks (`roll_tensor`)
-            f"{setting}: with train.cp={recipe.train.cp} a rank lacks tokens that they predict: set train.cp=1, or 0"
+        yield not_built(
+            "Megatron-Core 0.16.1 exchanges these tokens between ranks (`roll_tensor`)",
+            f"{setting}: with train.cp={recipe.train.cp} a rank lacks tokens that they predict: set train.cp=1, or 0",
         )
 
 
@@ -169,7 +173,8 @@ def _check_teacher(recipe: Recipe) -> Iterator[Refusal]:
         )
     if recipe.algorithm.uses_pairs:
         yield not_built(
-            "algorithm.kl.endpoint: algorithm.name=dpo compares with a checkpoint only: set algorithm.kl.reference"
+            "a server can be asked for the log-probabilities of both answers of a pair",
+            "algorithm.kl.endpoint: algorithm.name=dpo compares with a checkpoint only: set algorithm.kl.reference",
         )
     if rollout is not None and rollout.temperature != 1:
         yield definition(  # that of OpenAI's API, whichever server it is

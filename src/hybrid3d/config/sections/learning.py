@@ -228,7 +228,7 @@ class Guard:
 EVALUATES = of_recipe(
     lambda recipe: recipe.algorithm.generates or recipe.algorithm.uses_pairs,
     "algorithm.name={recipe.algorithm.name} does not evaluate during training",
-    kind="not_built",
+    not_built="the loss of held-out rows is that of a batch without an update",
 )
 
 
