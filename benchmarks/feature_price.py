@@ -15,11 +15,15 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "src/hybrid3d/"
 
 
+def git(*arguments: str) -> list[str]:
+    done = subprocess.run(["git", *arguments], cwd=ROOT, check=True, stdout=subprocess.PIPE, encoding="utf-8")
+    return [line for line in done.stdout.splitlines() if line]
+
+
 def price(commit: str) -> str:
     """Return a row: files and packages that a commit has touched, its lines more and less, and its subject."""
-    command = ["git", "show", "--numstat", "--no-renames", "--format=%h %s", commit, "--", PACKAGE]
-    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, encoding="utf-8")
-    subject, *rows = filter(None, done.stdout.splitlines())
+    (subject,) = git("show", "--no-patch", "--format=%h %s", commit)
+    rows = git("show", "--numstat", "--no-renames", "--format=", commit, "--", PACKAGE)
     changes = [row.split("\t") for row in rows]
     names = [name.removeprefix(PACKAGE) for _, _, name in changes if name.endswith(".py")]
     packages = {name.partition("/")[0] for name in names}
