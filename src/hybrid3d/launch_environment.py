@@ -33,7 +33,7 @@ NOWHERE = "192.0.2.1"  # of RFC 5737, to which packets leave by the default rout
 
 # Exit codes of a rank that does not train
 DISCONNECTED = 75  # the run has ended, or its group has lost a rank
-RUN_LOST = 76  # the only rank that trains hangs, which is reported, and is not started again
+RUN_LOST = 76  # the only rank that trains hangs; that is reported, and nothing starts it again
 
 
 class State(bytes, enum.Enum):
@@ -110,8 +110,8 @@ def validate() -> None:
 
 
 def recipe_variable(recipe: str) -> dict[str, str]:
-    """Return the variable with the recipe of ranks that this process starts; none if the YAML is too long for it."""
-    return {RECIPE: recipe} if len(recipe.encode()) < MAX_VARIABLE else {}
+    """Return the variable with the recipe, in ASCII, of ranks that are started; none if it is too long for one."""
+    return {RECIPE: recipe} if len(recipe) < MAX_VARIABLE else {}
 
 
 def rank() -> int:

@@ -37,10 +37,10 @@ def kill_when_parent_exits(parent: int | None = None) -> None:
     """Make the kernel kill this process when the one that has started it exits (PR_SET_PDEATHSIG).
 
     Args:
-        parent: who has started it; None for the one that the environment names, or else its parent by now.
+        parent: who has started it; None for the one that the environment names, once, or else its parent by now.
     """
     if parent is None:
-        parent = int(os.environ.get(PARENT, os.getppid()))
+        parent = int(os.environ.pop(PARENT, os.getppid()))
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it has exited already
         os.kill(os.getpid(), signal.SIGKILL)

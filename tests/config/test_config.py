@@ -12,7 +12,17 @@ import pytest
 import yaml
 
 import hybrid3d
-from hybrid3d.config import Agents, Machine, Recipe, RecipeError, Rollout, Train, load_recipe, recipe_to_yaml
+from hybrid3d.config import (
+    Agents,
+    Machine,
+    Recipe,
+    RecipeError,
+    Rollout,
+    Train,
+    load_recipe,
+    recipe_from_yaml,
+    recipe_to_yaml,
+)
 from hybrid3d.config.sections.algorithm import Kl
 from hybrid3d.generation.agents.program import find_agent_problems
 
@@ -229,6 +239,14 @@ def test_sft_has_one_sequence_per_prompt_and_dpo_two(load: Any, name: str, sampl
 def test_yaml_round_trip(load: Any, text: str) -> None:
     recipe = load(text)
     assert load(recipe_to_yaml(recipe)) == recipe
+
+
+def test_yaml_for_a_variable_is_ascii(load: Any) -> None:
+    """Locales have other encodings, and some have no such characters."""
+    recipe = load(DEMO.replace("demo-cpu", "日本-1"))
+    text = recipe_to_yaml(recipe, in_ascii=True)
+    assert text.isascii()
+    assert recipe_from_yaml(text, "a rank's") == recipe
 
 
 def test_overrides_are_yaml_and_may_add_a_section(load: Any) -> None:

@@ -290,6 +290,13 @@ def test_ranks_that_are_stopped(rank: int, phase: str, restarts: int, demo: Path
             run.wait_for_step()
 
 
+def test_rank_that_trains_is_told_by_another_one_that_does(demo: Path, tmp_path: Path) -> None:
+    """Ranks that only generate find it too, and none of them ends it before it is told."""
+    told = r"rank 0 failed: it has not answered for \d+ s, in step \d+, in phase train: its process \d+ is stopped"
+    with started(tmp_path, demo, *SPLIT, limit="16") as run:
+        run.stop(0, "train", told)
+
+
 def test_rank_that_skips_a_collective_in_training(demo: Path, tmp_path: Path) -> None:
     with started(tmp_path, demo) as run:
         run.skip("megatron.core.optimizer.optimizer.get_grad_norm_fp32", 2, "train")

@@ -76,7 +76,7 @@ def launch_ranks(
 
     check_devices(recipe, generates)
     placement = computing_placement(recipe, folder.path) if places else nullcontext()
-    told = {CHECKED: "1", **recipe_variable(recipe_to_yaml(recipe))}
+    told = {CHECKED: "1", **(recipe_variable(recipe_to_yaml(recipe, in_ascii=True)) if restarts else {})}
     with lock or nullcontext(), placement, mock.patch.dict(os.environ, told):
         if not restarts:
             return launch(arguments, recipe.world_size, folder, console)

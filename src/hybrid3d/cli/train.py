@@ -41,10 +41,8 @@ def add_parser(commands: Commands) -> None:
 
 
 def _run(options: argparse.Namespace, arguments: list[str]) -> int:
-    if RECIPE in os.environ:
-        recipe = recipe_from_yaml(os.environ[RECIPE], options.recipe)
-    else:
-        recipe = load_recipe(options.recipe, options.overrides)
+    told = os.environ.pop(RECIPE, None)  # it is not for what this process starts
+    recipe = load_recipe(options.recipe, options.overrides) if told is None else recipe_from_yaml(told, options.recipe)
     set_device_connections(recipe)
     folder = RunFolder.for_recipe(recipe)
     if CHECKED not in os.environ:

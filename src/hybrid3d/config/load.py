@@ -93,9 +93,9 @@ def load_derived(path: str | Path) -> Recipe:
     return recipe
 
 
-def recipe_to_yaml(recipe: Recipe) -> str:
+def recipe_to_yaml(recipe: Recipe, in_ascii: bool = False) -> str:
     """Return the recipe as YAML with all defaults written out; `load_recipe` reads an equal recipe from it."""
-    return str(yaml.safe_dump(to_raw(recipe), sort_keys=False, allow_unicode=True))
+    return str(yaml.safe_dump(to_raw(recipe), sort_keys=False, allow_unicode=not in_ascii))
 
 
 def recipe_from_yaml(text: str, subject: str) -> Recipe:

@@ -346,7 +346,7 @@ class PartialRollouts(Rollouts):
     def _shares(self, wanted: int) -> dict[int, int]:
         """Return how many of the prompts that are wanted each replica is to give: those that have most give most.
 
-        Prompts are given out evenly, so that another rule would let them become too old where fewer are asked for.
+        Prompts are drawn evenly: those of a replica that was asked for fewer than others would become too old.
         """
         left = {number: len(self._places.get(number, ())) for number in available(self._replicas)}
         shares = dict.fromkeys(left, 0)

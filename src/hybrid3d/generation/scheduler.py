@@ -249,9 +249,11 @@ class Prompts(Generic[T]):
             return len(done) >= min(wanted, len(self._groups))
         staleness = self._settings.max_staleness
         rest = [*done[wanted:], *(group for group in self._groups if not group.done)]
-        # For each number of following steps: the prompts that must be trained within them must fit in their batches
+        # For each number of following steps: the prompts that must be trained within them must fit in their batches.
+        # A replica of which none are wanted now has fewer prompts than others, and has a share again in time
+        share = max(1, self._share)
         return all(
-            sum(group.version + staleness <= self._version + steps for group in rest) <= steps * self._share
+            sum(group.version + staleness <= self._version + steps for group in rest) <= steps * share
             for steps in range(staleness + 1)
         )
 

@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import Store
 
 from hybrid3d import distributed, launch_environment
 from hybrid3d.config import Recipe
+from hybrid3d.distributed import clone_store
 from hybrid3d.errors import set_stream_errors
 from hybrid3d.launch import rendezvous
 from hybrid3d.launch.rank_host import run_serving_rank, run_training_rank
@@ -154,28 +155,36 @@ def _start_heartbeat(
         on_silent = functools.partial(_fail_training, folder, store) if trains == 1 else None
         return Heartbeat(store, rank, trains, record, rank if trains > 1 else 0, on_silent, DISCONNECTED)
     if trains > 1:  # the next rank that trains reports rank 0
-        return Heartbeat(store, rank, trains, _log_lost_rank, watched=0, exit_code=DISCONNECTED)
+        return Heartbeat(store, rank, trains, _exit_disconnected, watched=0)
     return Heartbeat(store, rank, trains, on_lost, watched=0, exit_code=RUN_LOST)
 
 
-def _log_lost_rank(lost_rank: int, message: str) -> None:
+def _exit_disconnected(lost_rank: int, message: str) -> None:
+    """Exit, and let that rank live: whoever reports it may not have done so yet."""
     logger.error("rank %d: %s", lost_rank, message)
+    os._exit(DISCONNECTED)
 
 
 def _record_lost_rank(folder: RunFolder, lost_rank: int, message: str) -> None:
-    _log_lost_rank(lost_rank, message)
+    logger.error("rank %d: %s", lost_rank, message)
     with suppress(OSError):
         Ended(lost_rank, message).write(folder, exclusive=True)
 
 
-def _fail_training(folder: RunFolder, store: Store, lost_rank: int, message: str, beat: str) -> None:
-    """Report the only rank that trains, which its parent starts again, while this one waits for the next start."""
+def _fail_training(folder: RunFolder, store: Store, lost_rank: int, message: str, beat: str) -> bool:
+    """Report the only rank that trains, which its parent starts again, while this one waits for the next start.
+
+    Returns:
+        False if it beats again, or another rank has reported it, and there is a next start.
+    """
     with suppress(dist.DistError):
-        starts = TrainingAttempts(store, launch_environment.world_size())
+        starts, store = TrainingAttempts(store, launch_environment.world_size()), clone_store(store)
         start = starts.latest()
-        if read_beat(store, lost_rank) == beat:  # else another rank has reported it, and there is a next start
+        if read_beat(store, lost_rank) == beat:
             _record_lost_rank(folder, lost_rank, message)
             starts.fail(start)
+            return True
+    return False
 
 
 def _report_lost_rank(

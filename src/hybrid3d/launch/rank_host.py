@@ -178,7 +178,7 @@ class RunEnd:
 
 
 def _host(recipe: Recipe, tells: bool) -> RankHost:
-    return RankHost(tells, **recipe_variable(recipe_to_yaml(recipe)))
+    return RankHost(tells, **recipe_variable(recipe_to_yaml(recipe, in_ascii=True)))
 
 
 def run_serving_rank(recipe: Recipe, folder: RunFolder, launched: bool) -> int:

@@ -34,7 +34,15 @@ from rich.console import Console
 from hybrid3d.config import Recipe, RecipeError, recipe_to_yaml
 from hybrid3d.launch.launcher import new_run_id, supervise
 from hybrid3d.launch.ray_access import MODE, TOKEN, TOKEN_PATH, find_token
-from hybrid3d.launch_environment import CHECKED, CLOSE_SECONDS, CONNECT_SECONDS, EXIT_SECONDS, RUN, recipe_variable
+from hybrid3d.launch_environment import (
+    CHECKED,
+    CLOSE_SECONDS,
+    CONNECT_SECONDS,
+    EXIT_SECONDS,
+    PARENT,
+    RUN,
+    recipe_variable,
+)
 from hybrid3d.process import remove_shared_memory
 from hybrid3d.run.ends import Ended, read_end
 from hybrid3d.run.folder import RunFolder
@@ -188,8 +196,9 @@ class _RankProcess:
     def run(self, arguments: Sequence[str], variables: dict[str, str], folder: str, output: str) -> int:
         """Run the rank, and return its exit code, negative for a signal."""
         command = [sys.executable, "-m", "hybrid3d", *arguments]
+        own = os.environ | variables | {PARENT: str(os.getpid())}
         with open(output, "ab") as log:
-            self._process = subprocess.Popen(command, env=os.environ | variables, cwd=folder, stdout=log, stderr=log)
+            self._process = subprocess.Popen(command, env=own, cwd=folder, stdout=log, stderr=log)
             return self._process.wait()
 
     def stop(self) -> None:
@@ -269,7 +278,7 @@ class _Ranks:
                 **{"RANK": str(rank), "WORLD_SIZE": str(self._recipe.world_size)},
                 **{"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(len(place.ranks))},
                 **{CHECKED: "1", RUN: self._run_id},
-                **recipe_variable(recipe_to_yaml(self._recipe)),
+                **recipe_variable(recipe_to_yaml(self._recipe, in_ascii=True)),
                 **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}),
                 "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
                 "PYTHONPATH": os.environ.get("PYTHONPATH", ""),

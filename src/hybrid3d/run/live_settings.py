@@ -106,8 +106,8 @@ def apply_settings(recipe: Recipe, settings: Settings, step: int) -> Recipe:
         )
     elif not new.algorithm.generates and (new.train.max_tokens_per_micro_batch or 0) < (budgets[0] or 0):
         problems.append(
-            f"train.max_tokens_per_micro_batch={budgets[1]}: the data's longest row was checked against {budgets[0]} "
-            "when the run started: at least as many"
+            f"train.max_tokens_per_micro_batch={budgets[1]}: the data's rows may have as many tokens as now, "
+            f"{budgets[0]}: at least as many"
         )
     if problems:
         raise RecipeError(recipe.name, problems)

@@ -250,7 +250,8 @@ class WeightSync(Sync):
                     done = self._send_again(corrupted)
                 synchronize()
                 if not self.transport.blocks_host:
-                    # Of a rank that is lost, aborted kernels end without an error, and with what there was in memory
+                    # Kernels that are aborted as a rank is lost end without an error, and leave what was in memory: so
+                    # all members confirm that they have come this far
                     self._exchange.minimum(self._version)
             changed = self._delta.count()
             if self._delta.probes:

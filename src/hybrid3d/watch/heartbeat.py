@@ -57,19 +57,19 @@ class Heartbeat:
         world_size: int,
         on_lost: Callable[[int, str], None],
         watched: int | None = None,
-        on_silent: Callable[[int, str, str], None] | None = None,
+        on_silent: Callable[[int, str, str], bool] | None = None,
         exit_code: int = 1,
     ):
         """Start the threads, which use a connection of their own to the store of the rendezvous.
 
         Args:
             world_size: of the ranks that watch each other.
-            on_lost: called once, in a thread, with a rank that does not answer and what is known about it. This process
-                then kills that rank's, if it is on this node, and exits.
+            on_lost: called once, in a thread, with a rank that does not answer and what is known about it. When it
+                returns, this process kills that rank's, if it is on this node, and exits with `exit_code`.
             watched: the rank to watch, on a rank that others do not watch.
             on_silent: called instead of `on_lost`, with the last beat too, for a rank that no longer beats while the
-                store answers; this process then goes on, and watches the one that takes the lost one's place.
-            exit_code: of this process, when it has lost a rank.
+                store answers; it returns whether that rank is lost, whose process is then killed. This process goes
+                on, and watches the one that takes its place.
         """
         self._store = clone_store(store)
         self._rank, self._watched = rank, (rank + 1) % world_size if watched is None else watched
@@ -146,13 +146,13 @@ class Heartbeat:
         rank: int,
         silent: float,
         last_beat: str,
-        on_silent: Callable[[int, str, str], None] | None = None,
+        on_silent: Callable[[int, str, str], bool] | None = None,
         subject: str = "it",
     ) -> None:
         """Report a lost rank, kill its process if it is on this node, and, without `on_silent`, end this process."""
         if self._stopped.is_set():
             return
-        message, lost_pid = f"{subject} has not answered for {silent:.0f} s", 0
+        message, lost_pid, is_lost = f"{subject} has not answered for {silent:.0f} s", 0, True
         if last_beat:
             _, phase, pid, ticks, host, step = json.loads(last_beat)
             message += f"{'' if step is None else f', in step {step}'}, in phase {phase}"
@@ -166,9 +166,9 @@ class Heartbeat:
             if on_silent is None:
                 self._on_lost(rank, message)
             else:
-                on_silent(rank, message, last_beat)
+                is_lost = on_silent(rank, message, last_beat)
         finally:
-            if lost_pid:  # after the report, because its death makes the launcher end this process
+            if lost_pid and is_lost:  # after the report, because its death makes the launcher end this process
                 with suppress(OSError):
                     os.kill(lost_pid, signal.SIGKILL)  # the launcher would wait for it
             if on_silent is None:
