@@ -22,7 +22,7 @@ assert SPEC.loader is not None
 structure = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(structure)
 
-FILES, LINES = 295, 53340  # of the package
+FILES, LINES = 295, 53350  # of the package
 LINES_OF_ROOM = {
     "__init__": 20,
     "__main__": 10,
@@ -51,14 +51,14 @@ LINES_OF_ROOM = {
     "run": 1970,
     "scoring": 4300,
     "storage": 670,
-    "sync": 900,
+    "sync": 910,
     "train": 4280,
     "trainer": 2910,
     "watch": 920,
     "weight_transfer": 1020,
     "workers": 1500,
 }
-IMPORTS = 0.0733  # the share of lines that imports take; 0.065 is aimed at
+IMPORTS = 0.0732  # the share of lines that imports take; 0.065 is aimed at
 NONE = {
     "bench": 34,
     "certify": 12,

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hybrid3d.distributed import LostPeer
 from hybrid3d.reshard import JsonExchange, PlainSink, PlainSource, make_transport, tensor_sink, tensor_source
 from hybrid3d.reshard.ends import NothingTracked
 from hybrid3d.sync import SyncSettings, WeightSync
@@ -79,6 +80,11 @@ def test_weights_of_a_lost_rank_are_not_committed(alone: dist.ProcessGroup, bloc
     with pytest.raises(dist.DistBackendError):
         sync.run(2)
     assert (sync.in_progress, sink.version) == (2, None)
+    exchange.lost = False  # all ranks are there, and one of them has lost its connection to another
+    sync.interrupt()
+    with pytest.raises(LostPeer):
+        sync.run(3)
+    assert (sync.in_progress, sink.version) == (3, None)
 
 
 @pytest.mark.engines

@@ -75,6 +75,10 @@ class ChainedSync(Sync):
     def require_dense(self) -> None:
         self._then.require_dense()
 
+    def interrupt(self) -> None:
+        for sync in (*self._once, self._then):
+            sync.interrupt()
+
     def abandon(self) -> None:
         for sync in (*self._once, self._then):
             sync.abandon()

@@ -124,6 +124,8 @@ class ElasticSync:
         store, groups = clone_store(self._store), list(self._groups)
         while self.members == members:
             if ledger.is_lost(store, members.epoch):
+                for sync in tuple(self._syncs):  # what it has launched ends without an error
+                    sync.interrupt()
                 for group in groups:
                     group.abort()
                 return

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from hybrid3d.distributed import LostPeer
 from hybrid3d.reshard.delta.executor import DeltaReport
 from hybrid3d.reshard.ends import Exchange, WeightSink, WeightSource
 from hybrid3d.reshard.move.device import SideStream, device, synchronize
@@ -148,6 +149,9 @@ class Sync(Protocol):
     def require_dense(self) -> None:
         """Send all elements in the next sync, also if it is known which have changed. Any one rank may call it."""
 
+    def interrupt(self) -> None:
+        """Let the sync in progress fail on all ranks, as one of them is lost; any thread may call it."""
+
     def abandon(self) -> None:
         """Give up the sync in progress, if there is one, so that another can sync this rank's engine."""
 
@@ -182,6 +186,7 @@ class WeightSync(Sync):
     """
 
     in_progress: int | None = None
+    _interrupted = False
 
     def __init__(
         self,
@@ -209,6 +214,9 @@ class WeightSync(Sync):
 
     def require_dense(self) -> None:
         self._delta.require_dense()
+
+    def interrupt(self) -> None:
+        self._interrupted = True
 
     def begin(self, version: int, verify: bool = False) -> None:
         if self.in_progress is not None:  # it failed
@@ -249,10 +257,10 @@ class WeightSync(Sync):
                 if corrupted:
                     done = self._send_again(corrupted)
                 synchronize()
-                if not self.transport.blocks_host:
-                    # Kernels that are aborted as a rank is lost end without an error, and leave what was in memory: so
-                    # all members confirm that they have come this far
-                    self._exchange.minimum(self._version)
+                # Kernels that are aborted as a rank is lost end without an error, and leave what was in memory: so all
+                # members confirm that they have come this far, and that none of theirs was
+                if not self.transport.blocks_host and not self._exchange.minimum(int(not self._interrupted)):
+                    raise LostPeer("a rank was lost while weights were moved")
             changed = self._delta.count()
             if self._delta.probes:
                 self._delta.find_sparse(self._executing)
