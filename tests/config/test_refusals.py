@@ -156,7 +156,7 @@ def test_few_features_exclude_each_other() -> None:
     assert len(found) <= MOST_TOGETHER, "\n".join(f"{where}: {', '.join(names)}" for where, names in found)
 
 
-def test_what_is_not_built_has_a_reason() -> None:
+def test_refusal_of_what_is_not_built_has_a_reason() -> None:
     for where, call in calls_of("not_built"):
         given = call.args[0]
         assert isinstance(given, ast.Constant) or ast.unparse(given) == "why", f"{where}: the first argument is why"
