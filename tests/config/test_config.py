@@ -21,6 +21,7 @@ from hybrid3d.config import (
     Train,
     load_recipe,
     recipe_from_yaml,
+    recipe_to_ascii,
     recipe_to_yaml,
 )
 from hybrid3d.config.sections.algorithm import Kl
@@ -244,7 +245,7 @@ def test_yaml_round_trip(load: Any, text: str) -> None:
 def test_yaml_for_a_variable_is_ascii(load: Any) -> None:
     """Locales have other encodings, and some have no such characters."""
     recipe = load(DEMO.replace("demo-cpu", "日本-1"))
-    text = recipe_to_yaml(recipe, in_ascii=True)
+    text = recipe_to_ascii(recipe)
     assert text.isascii()
     assert recipe_from_yaml(text, "a rank's") == recipe
 

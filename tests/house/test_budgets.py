@@ -22,14 +22,14 @@ assert SPEC.loader is not None
 structure = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(structure)
 
-FILES, LINES = 295, 53350  # of the package
+FILES, LINES = 295, 53360  # of the package
 LINES_OF_ROOM = {
     "__init__": 20,
     "__main__": 10,
     "bench": 1480,
     "certify": 670,
     "cli": 1270,
-    "config": 3360,
+    "config": 3370,
     "distributed": 330,
     "doctor": 1240,
     "engines": 1830,

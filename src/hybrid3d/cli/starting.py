@@ -25,7 +25,7 @@ from unittest import mock
 
 from hybrid3d import launch_environment
 from hybrid3d.cli.terminal import DONE, FAILED, make_console, path_argument
-from hybrid3d.config import Recipe, RecipeError, check_layout_early, load_recipe, recipe_to_yaml
+from hybrid3d.config import Recipe, RecipeError, check_layout_early, load_recipe, recipe_to_ascii
 from hybrid3d.engines.compare import check_installed
 from hybrid3d.launch_environment import CHECKED, recipe_variable
 from hybrid3d.run.folder import RunFolder, find_checkpoint_step
@@ -76,7 +76,7 @@ def launch_ranks(
 
     check_devices(recipe, generates)
     placement = computing_placement(recipe, folder.path) if places else nullcontext()
-    told = {CHECKED: "1", **(recipe_variable(recipe_to_yaml(recipe, in_ascii=True)) if restarts else {})}
+    told = {CHECKED: "1", **(recipe_variable(recipe_to_ascii(recipe)) if restarts else {})}
     with lock or nullcontext(), placement, mock.patch.dict(os.environ, told):
         if not restarts:
             return launch(arguments, recipe.world_size, folder, console)

@@ -6,7 +6,7 @@ standard library, yaml and the tables in `families/`, so that the command line r
 
 from hybrid3d.config.layout_checks import check_layout, check_layout_early
 from hybrid3d.config.layout_rules import sequences_multiple
-from hybrid3d.config.load import load_recipe, read_recipe, recipe_from_yaml, recipe_to_yaml
+from hybrid3d.config.load import load_recipe, read_recipe, recipe_from_yaml, recipe_to_ascii, recipe_to_yaml
 from hybrid3d.config.model_shape import ModelShape
 from hybrid3d.config.quantization_rules import FP8_ALIGNMENT
 from hybrid3d.config.recipe import Recipe
@@ -40,6 +40,7 @@ __all__ = [
     "load_recipe",
     "read_recipe",
     "recipe_from_yaml",
+    "recipe_to_ascii",
     "recipe_to_yaml",
     "sequences_multiple",
 ]

@@ -93,13 +93,18 @@ def load_derived(path: str | Path) -> Recipe:
     return recipe
 
 
-def recipe_to_yaml(recipe: Recipe, in_ascii: bool = False) -> str:
+def recipe_to_yaml(recipe: Recipe) -> str:
     """Return the recipe as YAML with all defaults written out; `load_recipe` reads an equal recipe from it."""
-    return str(yaml.safe_dump(to_raw(recipe), sort_keys=False, allow_unicode=not in_ascii))
+    return str(yaml.safe_dump(to_raw(recipe), sort_keys=False, allow_unicode=True))
+
+
+def recipe_to_ascii(recipe: Recipe) -> str:
+    """Return the recipe as YAML for a variable, which a locale may not let have other characters."""
+    return str(yaml.safe_dump(to_raw(recipe), sort_keys=False))
 
 
 def recipe_from_yaml(text: str, subject: str) -> Recipe:
-    """Return the recipe of which `recipe_to_yaml` has made this text; `RecipeError` with the subject if it is none."""
+    """Return the recipe of which `recipe_to_ascii` has made this text; `RecipeError` with the subject if it is none."""
     return read_recipe(parse_yaml(text), subject, [])
 
 

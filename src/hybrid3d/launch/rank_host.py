@@ -27,7 +27,7 @@ import torch.distributed as dist
 from msgspec.structs import replace
 
 from hybrid3d import ledger
-from hybrid3d.config import Recipe, recipe_to_yaml
+from hybrid3d.config import Recipe, recipe_to_ascii
 from hybrid3d.launch import rendezvous
 from hybrid3d.launch.policies import STOPPED, Decision, Exit, Over, ServingPolicy, decide_training
 from hybrid3d.launch_environment import (
@@ -178,7 +178,7 @@ class RunEnd:
 
 
 def _host(recipe: Recipe, tells: bool) -> RankHost:
-    return RankHost(tells, **recipe_variable(recipe_to_yaml(recipe, in_ascii=True)))
+    return RankHost(tells, **recipe_variable(recipe_to_ascii(recipe)))
 
 
 def run_serving_rank(recipe: Recipe, folder: RunFolder, launched: bool) -> int:

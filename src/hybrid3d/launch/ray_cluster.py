@@ -31,7 +31,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rich.console import Console
 
-from hybrid3d.config import Recipe, RecipeError, recipe_to_yaml
+from hybrid3d.config import Recipe, RecipeError, recipe_to_ascii
 from hybrid3d.launch.launcher import new_run_id, supervise
 from hybrid3d.launch.ray_access import MODE, TOKEN, TOKEN_PATH, find_token
 from hybrid3d.launch_environment import (
@@ -278,7 +278,7 @@ class _Ranks:
                 **{"RANK": str(rank), "WORLD_SIZE": str(self._recipe.world_size)},
                 **{"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(len(place.ranks))},
                 **{CHECKED: "1", RUN: self._run_id},
-                **recipe_variable(recipe_to_yaml(self._recipe, in_ascii=True)),
+                **recipe_variable(recipe_to_ascii(self._recipe)),
                 **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}),
                 "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
                 "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
