@@ -97,17 +97,16 @@ def apply_settings(recipe: Recipe, settings: Settings, step: int) -> Recipe:
             for key in settings
             if key.startswith("rollout.") and settings_of(new)[key] != known[key]
         )
-    budgets = [r.train.max_tokens_per_micro_batch for r in (recipe, new)]
-    if budgets.count(None) == 1:  # pipeline stages are built either for fixed or for variable shapes
-        old_budget, new_budget = budgets
+    old_budget, new_budget = (r.train.max_tokens_per_micro_batch for r in (recipe, new))
+    if [old_budget, new_budget].count(None) == 1:  # pipeline stages are built for fixed or for variable shapes
         problems.append(
             f"train.max_tokens_per_micro_batch={new_budget}: it was {old_budget}, and can only change from one number "
             "to another"
         )
-    elif not new.algorithm.generates and (new.train.max_tokens_per_micro_batch or 0) < (budgets[0] or 0):
+    elif old_budget and new_budget and new_budget < old_budget and not new.algorithm.generates:
         problems.append(
-            f"train.max_tokens_per_micro_batch={budgets[1]}: the data's rows may have as many tokens as now, "
-            f"{budgets[0]}: at least as many"
+            f"train.max_tokens_per_micro_batch={new_budget}: the data's rows may have as many tokens as now, "
+            f"{old_budget}: at least as many"
         )
     if problems:
         raise RecipeError(recipe.name, problems)
