@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from hybrid3d.config import Run, load_recipe
+from hybrid3d.inputs.completions import EndpointError
 from hybrid3d.run.folder import RunFolder, checkpoint_folder
 from hybrid3d.run.logger import Display, RunLogger
 from hybrid3d.storage.disk import CheckpointWriteError
@@ -62,7 +63,13 @@ class Together(RuntimeError):
 
 @pytest.mark.parametrize(
     ("error", "finished"),
-    [(None, 1), (Together(), 1), (RuntimeError(), 0), (CheckpointWriteError("full", raised_on_all_ranks=True), 0)],
+    [
+        (None, 1),
+        (Together(), 1),
+        (EndpointError("the teacher's server is gone"), 1),
+        (RuntimeError(), 0),
+        (CheckpointWriteError("full", raised_on_all_ranks=True), 0),
+    ],
 )
 def test_checkpoint_being_written_is_awaited_where_all_ranks_are_there(
     checkpoints: Any, error: BaseException | None, finished: int

@@ -23,6 +23,8 @@ SHOWN_BYTES = 300
 class EndpointError(UserMistake):
     """Raised when a server cannot be reached, refuses a request, or answers something else."""
 
+    raised_on_all_ranks = True  # those that train agree on it, and so finish the checkpoint that is being written
+
 
 class Completions:
     """A server of one model, which messages call by the name of its `setting`.
