@@ -32,7 +32,7 @@ FROZEN = Path(__file__).resolve().parent / "frozen"
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml") if not path.stem.startswith("demo"))
 # What may differ between two runs of a seed, by the contract of metrics.jsonl, and where a run lies
 MACHINE = re.compile(r"^time/|(^|_|/)seconds$|per_second$|^path$")
-MACHINE_BENCH = re.compile(r"seconds|per_second|memory|^machine$|^date$")
+MACHINE_BENCH = re.compile(r"seconds|per_second|memory|^machine$|^date$|^phases$|^ratios$|^spread$")
 REWARDS = """
 def parity(answer, reference, prompt):
     return float(sum(answer.encode()) % 2)
