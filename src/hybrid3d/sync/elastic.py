@@ -6,6 +6,7 @@ import gc
 import logging
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -156,6 +157,8 @@ class ElasticSync:
             if not is_lost_peer(error):
                 raise
             self.failure = str(error)
+            # The watchdog may hold them for a moment longer, and they refer to the groups, which `leave` is to free
+            traceback.clear_frames(error.__traceback__)
         logger.warning("a sync failed because a rank was lost: %s", self.failure)
         if torch.cuda.is_available() and self.members:  # the others do not notice that this rank leaves
             ledger.tell_lost(self._store, self.members.epoch)
