@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from hybrid3d.config import load_recipe
-from hybrid3d.generation.agents.answers import samples_of
+from hybrid3d.config import Async, load_recipe
+from hybrid3d.generation.agents.answers import AgentAnswers, samples_of
 from hybrid3d.generation.agents.history import Call, NoSession, PromptTokens, RefusedCall
 from hybrid3d.generation.agents.sessions import Session, SessionPool
 from hybrid3d.generation.engine import Completion, Sampling
-from hybrid3d.generation.scheduler import News
+from hybrid3d.generation.scheduler import News, Prompt, Prompts
 from hybrid3d.rl.data import Example
 from run_ranks import ROOT
 
@@ -158,6 +158,28 @@ def test_calls_begin_again_where_the_engine_was_emptied() -> None:
     agent.pool.release()
     ((number, request),) = agent.serve().requests.items()
     assert (number != agent.number, request.prompt_ids) == (True, (1, 2, 3))
+
+
+@pytest.mark.parametrize(("partial", "restarts"), [("continue", False), ("restart", True)])
+def test_sessions_restart_before_others_are_served_by_newer_weights(partial: Any, restarts: bool) -> None:
+    """As for an evaluation: calls of unfinished sessions are answered beside it."""
+    agent = Waiting()
+    answers: Any = object.__new__(AgentAnswers)
+    answers._pool, answers._program = agent.pool, None
+    prompts = Prompts(answers, Async(partial=partial, max_staleness=2))
+    prompts.begin([Prompt((0, 0), agent.session.example, (5,), 0)], 1, 0, Sampling(), None)
+    session = agent.pool.take().result(0)
+    result = agent.pool.begin(session.id, Call(PromptTokens((1, 2)), 5))
+    (number,) = prompts.follow({}, is_idle=False).requests
+    prompts.end({}, {number: part(3)}, gives=False)
+    prompts.release(1)
+    assert session.done == restarts
+    assert (number in agent.pool._running, result.done()) == (False, restarts)
+    in_its_place = agent.pool.take()
+    assert in_its_place.done() == restarts
+    if restarts:
+        assert (in_its_place.result(0).seed, in_its_place.result(0).version) == (5, 0)
+    assert prompts.answers().dropped_tokens == restarts
 
 
 @pytest.mark.parametrize("kept", [False, True])

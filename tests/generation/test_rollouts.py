@@ -177,7 +177,7 @@ def test_reward_model_leaves_reward_by_name_to_held_out_answers(rollouts: Any) -
             assert (wanted, sampling, stop, gives) == (None, Sampling(0.7), None, True)
             return Answers([held for prompt in prompts for _ in prompt.seeds])
 
-        def release(self) -> None: ...
+        def release(self, version: int) -> None: ...
 
     def score(queries: list[Query]) -> Scores:
         asked.extend(query.reference for query in queries)

@@ -145,7 +145,7 @@ class EngineReplicas:
     ) -> Mapping[int, Answers]:
         replica, scheduler = self._engine.replica, self._apart if apart else self._partial
         if apart:
-            self._partial.release()
+            self._partial.release(version)
         own, count, gives = prompts.get(replica, ()), (wanted or {}).get(replica), apart or bool(wanted)
         answers = scheduler.advance(own, count, version, sampling, stop, gives)
         if answers and self._holder is not None:

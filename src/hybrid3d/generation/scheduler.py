@@ -207,9 +207,13 @@ class Prompts(Generic[T]):
         counts, unfinished = dict(Counter(kind for kind, _ in failed)), [group.place for group in self._groups]
         return Answers(samples, counts, dict(reversed(failed)), unfinished, dropped)
 
-    def release(self) -> None:
-        """Take note that the engine has no request any more."""
+    def release(self, version: int) -> None:
+        """Take note that the engine has no request any more, and is asked for other answers by this version's weights.
+
+        Agents' answers go on beside those others, so that what restarts with this version does so here.
+        """
         self._continuation.release()
+        self._restart_before(version)
 
     def reset(self) -> None:
         """Drop all prompts, as those who asked are lost."""
@@ -315,16 +319,19 @@ class Scheduler(Generic[T]):
         self._do(None if lead is None else lead.end(ended, parts, gives), version)
         return None if lead is None else lead.answers()
 
-    def release(self) -> None:
-        """End the requests that the engine has still, before it is asked for other answers; they are begun again."""
+    def release(self, version: int) -> None:
+        """End the requests that the engine has still, before it is asked for other answers by weights of this version.
+
+        They are begun again.
+        """
         self._engine.cancel(sorted(self._running))
         self._running.clear()
         if self._prompts is not None:
-            self._prompts.release()
+            self._prompts.release(version)
 
     def reset(self) -> None:
         """Drop all prompts, as those who asked are lost."""
-        self.release()
+        self.release(version=0)  # of no older weights, so that nothing restarts
         if self._prompts is not None:
             self._prompts.reset()
 
