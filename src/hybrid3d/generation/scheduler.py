@@ -320,10 +320,7 @@ class Scheduler(Generic[T]):
         return None if lead is None else lead.answers()
 
     def release(self, version: int) -> None:
-        """End the requests that the engine has still, before it is asked for other answers by weights of this version.
-
-        They are begun again.
-        """
+        """End the engine's requests, to be begun again, before it is asked for others by this version's weights."""
         self._engine.cancel(sorted(self._running))
         self._running.clear()
         if self._prompts is not None:

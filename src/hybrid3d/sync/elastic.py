@@ -157,8 +157,7 @@ class ElasticSync:
             if not is_lost_peer(error):
                 raise
             self.failure = str(error)
-            # The watchdog may hold them for a moment longer, and they refer to the groups, which `leave` is to free
-            traceback.clear_frames(error.__traceback__)
+            traceback.clear_frames(error.__traceback__)  # they refer to the groups, and the watchdog may hold them
         logger.warning("a sync failed because a rank was lost: %s", self.failure)
         if torch.cuda.is_available() and self.members:  # the others do not notice that this rank leaves
             ledger.tell_lost(self._store, self.members.epoch)
