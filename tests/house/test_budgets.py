@@ -22,7 +22,7 @@ assert SPEC.loader is not None
 structure = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(structure)
 
-FILES, LINES = 295, 53360  # of the package
+FILES, LINES = 295, 53370  # of the package
 LINES_OF_ROOM = {
     "__init__": 20,
     "__main__": 10,
@@ -58,7 +58,7 @@ LINES_OF_ROOM = {
     "weight_transfer": 1020,
     "workers": 1500,
 }
-IMPORTS = 0.0733  # the share of lines that imports take; 0.065 is aimed at
+IMPORTS = 0.0732  # the share of lines that imports take; 0.065 is aimed at
 NONE = {
     "bench": 34,
     "certify": 12,

@@ -100,8 +100,9 @@ class Inspection:
                 setattr(fresh, key, value)
 
     def forget(self) -> None:
-        """Drop the prefix cache, as after a sync; no request may be running."""
-        self._engine.reset_cache()
+        """Drop the prefix cache by vLLM's own call, so that a sync that leaves it is found; no request may be running."""
+        if not self._engine.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache because requests are still running")
 
     def answers(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Return what the engine samples with the model that it uses now."""
