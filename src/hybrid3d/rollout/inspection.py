@@ -100,7 +100,7 @@ class Inspection:
                 setattr(fresh, key, value)
 
     def forget(self) -> None:
-        """Drop the prefix cache by vLLM's own call, so that a sync that leaves it is found; no request may be running."""
+        """Drop the prefix cache by vLLM's own call, so that a sync that leaves it is found. No request runs."""
         if not self._engine.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache because requests are still running")
 
