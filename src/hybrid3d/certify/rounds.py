@@ -31,6 +31,7 @@ from hybrid3d.train.megatron.source import MegatronWeights
 from hybrid3d.trainer.export import write_export
 
 CHANGED_FRACTION = 0.05  # of the elements in a round whose sync sends only those
+STANDARD_ERRORS = 2  # by which a mean may be off
 RELATIVE, ABSOLUTE = 0.05, 0.002  # the largest change of an element: a part of its value, and of those that are 0
 
 
@@ -232,10 +233,12 @@ class Certification:
         ]
         differing = torch.cat(differences).abs()
         mean, dtype = differing.mean().item(), self._recipe.model.dtype
+        # Of so few tokens: a router that rounding lets choose another expert changes some of them by much
+        error = differing.std().item() / differing.numel() ** 0.5
         bound = MAX_EXPLAINED_MISMATCH[dtype][self._policy.has_experts]
         self.mismatch = max(self.mismatch, mean)
-        problem = f"log-probabilities differ by {mean:.4g} nats on average, and {dtype} explains"
-        wrong = [] if mean <= bound else [f"{problem} at most {bound:g}"]
+        problem = f"log-probabilities differ by {mean:.4g} nats on average (standard error {error:.2g}), and {dtype}"
+        wrong = [] if mean - STANDARD_ERRORS * error <= bound else [f"{problem} explains at most {bound:g}"]
         self.findings.count("engines", differing.numel(), 0, wrong)
 
     def result(self) -> dict[str, Any]:
