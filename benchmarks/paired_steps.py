@@ -65,7 +65,6 @@ class SteppedRun:
                 os.kill(pid, number)
 
     def __enter__(self) -> SteppedRun:
-        self.step()  # alone, as it starts
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -88,7 +87,10 @@ def main() -> None:
     given = parser.parse_args()
     with ExitStack() as stack:
         trees = {"before": given.before.resolve(), "now": ROOT}
-        runs = [stack.enter_context(SteppedRun(tree, f"paired-{name}", given.settings)) for name, tree in trees.items()]
+        runs = list[SteppedRun]()
+        for name, tree in trees.items():
+            runs.append(stack.enter_context(SteppedRun(tree, f"paired-{name}", given.settings)))
+            runs[-1].step()  # alone, as it starts
         for number in range(1, WARM_UP + given.steps):
             for run in runs if number % 2 else reversed(runs):
                 run.step()
